@@ -1,0 +1,99 @@
+"""Celery's retry under a lease: a postponement, not a second message.
+
+``Task.retry`` builds the next message and sends it at once. Sent by a holder that has lost
+its run, it would start the run again; so the message is caught, becomes the run's new
+envelope under the epoch, and its trigger is sent after the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from celery_lease.trigger import Envelope
+
+if TYPE_CHECKING:
+    from celery_lease.execution import Execution
+
+__all__ = ["Catcher", "captured_retry", "caught_by", "postpone"]
+
+
+@dataclass(slots=True)
+class Catcher:
+    """Looks like a kombu producer to Celery; keeps what would have been published."""
+
+    envelope: Envelope | None = None
+    delay: float = 0.0
+    #: Set while ``retry`` runs: only its own message is caught.
+    listening: bool = False
+
+    @property
+    def connection(self) -> Catcher:
+        """Celery asks the producer for its connection."""
+        return self
+
+    @contextlib.contextmanager
+    def _reraise_as_library_errors(self) -> Iterator[None]:
+        yield
+
+    def publish(
+        self,
+        body: Any,
+        *,
+        headers: Mapping[str, Any],
+        serializer: str,
+        exchange: Any = "",
+        routing_key: str = "",
+        **properties: Any,
+    ) -> None:
+        """Keep the message as an envelope and its ETA as a delay."""
+        args, kwargs, embed = body
+        self.delay = _delay(headers.get("eta"))
+        self.envelope = Envelope.pack(
+            args=args,
+            kwargs=kwargs,
+            embed=embed or {},
+            content_type=serializer,
+            headers=headers,
+            properties=properties,
+            exchange=str(getattr(exchange, "name", exchange) or ""),
+            routing_key=routing_key,
+        )
+
+
+_CATCHER: ContextVar[Catcher | None] = ContextVar("celery_lease_retry", default=None)
+
+
+@contextlib.contextmanager
+def captured_retry() -> Iterator[Catcher]:
+    """What ``retry`` sends in the block is caught."""
+    catcher = Catcher()
+    token = _CATCHER.set(catcher)
+    try:
+        yield catcher
+    finally:
+        _CATCHER.reset(token)
+
+
+def caught_by() -> Catcher | None:
+    """The catcher of the leased execution around this call, if there is one."""
+    return _CATCHER.get()
+
+
+def postpone(execution: Execution, catcher: Catcher) -> None:
+    """Commit the caught retry; without one the message could not be built, and it fails."""
+    if catcher.envelope is not None:
+        execution.postpone(catcher.envelope.dump(), catcher.delay, "retry")
+
+
+def _delay(eta: Any) -> float:
+    if eta is None:
+        return 0.0
+    aware = maybe_make_aware(maybe_iso8601(eta), UTC)
+    return max(0.0, float((aware - datetime.now(UTC)).total_seconds()))

@@ -1,0 +1,90 @@
+"""The loop that takes runs back and sends what is due; safe in any number.
+
+A pass marks expired leases as suspect, hands over those whose grace is over, sweeps up what
+no single failure explains and sends due triggers. No pass acts twice on the same thing: each
+step is a conditional change of one run, and the second of two reapers finds it done.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from celery_lease.errors import LeaseError
+from celery_lease.store import Store
+
+__all__ = ["Reaped", "Reaper"]
+
+logger = logging.getLogger(__name__)
+
+_RESENDS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """What one pass did."""
+
+    suspected: int = 0
+    reclaimed: int = 0
+    swept: int = 0
+    triggered: int = 0
+
+
+class Reaper:
+    """Progress when nobody else makes it; ``run_once`` is one pass."""
+
+    def __init__(
+        self,
+        store: Store,
+        send: Callable[[str, int], bool],
+        *,
+        interval: float = 10.0,
+        on_store: Callable[[bool], None] = lambda reachable: None,
+    ) -> None:
+        self.store = store
+        self.interval = interval
+        self._send = send
+        self._on_store = on_store
+
+    def run_once(self) -> Reaped:
+        """One pass over the namespace."""
+        suspected = [self.store.suspect(*found) for found in self.store.expired()]
+        reclaimed = [self.store.reclaim(*found) for found in self.store.overripe()]
+        for handed in filter(None, reclaimed):
+            logger.warning(
+                "reclaimed run=%s epoch=%s: %s, %s",
+                handed.run_id,
+                handed.epoch,
+                handed.state,
+                handed.reason,
+            )
+        swept = self.store.sweep()
+        return Reaped(
+            sum(suspected), sum(one is not None for one in reclaimed), swept, self.send_due()
+        )
+
+    def send_due(self) -> int:
+        """Send the triggers that are due; a broker that fails ends the batch."""
+        sent = 0
+        for run_id, epoch in self.store.due(_RESENDS):
+            try:
+                sent += self._send(run_id, epoch)
+            except LeaseError:
+                raise
+            except Exception as exc:  # a broker's errors share no base class
+                logger.warning("trigger of run=%s not sent, the next pass tries: %s", run_id, exc)
+                break
+        return sent
+
+    def pass_and_wait(self) -> float:
+        """One pass for the loop; returns a jittered delay, so that reapers spread out."""
+        try:
+            self.run_once()
+        except LeaseError as exc:
+            logger.warning("reaper: this pass was cut short: %s", exc)
+            self._on_store(False)
+        else:
+            self._on_store(True)
+        return self.interval * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load only

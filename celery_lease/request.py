@@ -1,0 +1,237 @@
+"""``LeasedRequest``: the main process's side of one delivery.
+
+It gives the delivery its holder before the message reaches the pool, keeps the message
+hidden until it is let go, and turns what happens to the child into verbs of the store
+*before* anything is reported or acknowledged.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from billiard.einfo import ExceptionWithTraceback
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from celery import states
+from celery.exceptions import Ignore, Reject, Retry
+from celery.worker import state as worker_state
+from celery.worker.request import Request
+
+from celery_lease.application import Leasing
+from celery_lease.delivery import REQUEST_KEY, Delivery, envelope_of, new_holder
+from celery_lease.errors import StoreBusy, StoreUnavailable
+from celery_lease.outcomes import encode_failure
+from celery_lease.results import Defer, Voice, speaking
+from celery_lease.states import LIVE
+from celery_lease.store import Grant
+
+__all__ = ["LeasedRequest"]
+
+logger = logging.getLogger(__name__)
+
+_LIVE = {str(status) for status in LIVE}
+_RETRY_DELAY = 5.0
+
+
+class LeasedRequest(Request):
+    """Celery's request of a leased task; made once a delivery, in the main process."""
+
+    def __init__(self, message: Any, **options: Any) -> None:
+        super().__init__(message, **options)
+        self._settles = False
+        self._handled = False
+        leasing = Leasing.of(self._app)
+        worker = leasing.worker if leasing.settings.enabled else None
+        self._side = worker
+        if worker is None:
+            return
+        self._terms = leasing.terms(self._task.lease_policy)
+        self._holder = new_holder(self._hostname)
+        held = worker.hold(message)
+        slot = worker.board.take(self._holder)
+        self._held = held
+        self._delivery = Delivery.of_message(
+            message.headers if "id" in message.headers else self._request_dict,
+            message.delivery_info or {},
+            holder=self._holder,
+            receives=held.receives if held else None,
+            received_at=time.monotonic(),
+            can_defer=held is not None,
+            interruptible=worker.forks,
+            slot=slot.index if slot else None,
+            node=self._hostname,
+            content_type=self._content_type or "application/json",
+        )
+        self._settles = True
+        worker.keep(self._delivery, self._task.name, self._terms, held, slot)
+
+    # -- on the way to the pool ---------------------------------------------------------
+
+    def revoked(self) -> bool:
+        """Never decides: what Celery knows of is passed on, and the claim decides."""
+        if self._side is None:
+            return bool(super().revoked())
+        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {
+            "revoked": self.id in worker_state.revoked
+        }
+        return False
+
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """The pool has taken it: its lease is renewed from now on."""
+        super().on_accepted(pid, time_accepted)
+        if self._side is not None:
+            self._side.accepted(self._holder, pid)
+
+    # -- what became of it --------------------------------------------------------------
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        """Turn the end of the child's work into a verb, then let Celery report it."""
+        if self._side is None:
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        exc = exc_info.exception
+        exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
+        if isinstance(exc, Defer):
+            return self._defer(exc.delay)
+        if isinstance(exc, Ignore | Reject | Retry):
+            self._settles = False
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        if isinstance(exc, TimeLimitExceeded):
+            return self._hard_limit(exc_info, exc)
+        if isinstance(exc, Terminated):
+            return self._terminated(exc_info)
+        if return_ok and not isinstance(exc, WorkerLostError | SystemExit | KeyboardInterrupt):
+            # The child has committed this failure and reported it.
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        return self._child_died(exc)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """A hard limit was dealt with by ``on_failure``, which billiard calls first."""
+        if self._side is None or soft:
+            super().on_timeout(soft, timeout)
+            return
+        logger.error("hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
+        if not self._handled:
+            self._hard_limit(None, TimeLimitExceeded(timeout))
+
+    def acknowledge(self) -> None:
+        """Let the message go: nothing is asked about it any more, then it is deleted."""
+        if self._side is not None and not self.acknowledged:
+            self._side.forget(self._holder)
+            if self._settles:
+                self._side.delivered(self._delivery.run_id, self._holder)
+        super().acknowledge()
+
+    def reject(self, requeue: bool = False) -> None:
+        """Give the message back to the broker."""
+        if self._side is not None and not self.acknowledged:
+            self._side.forget(self._holder)
+        super().reject(requeue)
+
+    def _defer(self, delay: float) -> None:
+        """Neither deleted nor sent again: hidden for ``delay`` seconds."""
+        worker_state.task_ready(self)
+        assert self._side is not None
+        self._settles = False
+        if self.acknowledged:
+            return
+        self._side.forget(self._holder)
+        if self._held is None:
+            super().reject(requeue=True)
+            return
+        self._side.defer(self._message, self._held, delay)
+        self.acknowledged = True
+        self.send_event("lease-deferred", delay=delay)
+
+    # -- verbs of the parent ------------------------------------------------------------
+
+    def _child_died(self, exc: BaseException) -> None:
+        """Abandon the run, so that it goes on elsewhere without waiting for expiry."""
+        worker_state.task_ready(self)
+        self._settles = False
+        logger.error("the pool process of %s[%s] is gone: %r", self.name, self.id, exc)
+        try:
+            self._abandon(f"child died: {exc}")
+        except (StoreUnavailable, StoreBusy) as unknown:
+            # Nothing was written: the message stays, and so does the lease until it expires.
+            logger.warning("run=%s not abandoned: %s", self._delivery.run_id, unknown)
+            self._defer(_RETRY_DELAY)
+            return
+        assert self._side is not None
+        self._side.wake_reaper()
+        self.acknowledge()
+
+    def _abandon(self, reason: str) -> None:
+        assert self._side is not None
+        store = self._side.store
+        ended = store.of_holder(self._holder)
+        if ended is None:
+            # It died before the claim. Claimed and abandoned, that counts as an attempt.
+            grant = store.claim(
+                self._delivery.run_id,
+                self._delivery.expected,
+                self._holder,
+                task=self._task.name,
+                terms=self._terms,
+                node=self._hostname,
+                envelope=self._envelope(),
+                deliver=self._task.has_to_deliver(self._context),
+            )
+            if isinstance(grant, Grant):
+                store.abandon(grant.run_id, grant.epoch, self._holder, reason)
+        elif ended.status in _LIVE:
+            store.abandon(ended.run_id, ended.epoch, self._holder, reason)
+
+    def _envelope(self) -> bytes | None:
+        if self._delivery.expected:
+            return None
+        return envelope_of(self._context, self._delivery).dump()
+
+    def _hard_limit(self, exc_info: Any, exc: TimeLimitExceeded) -> Any:
+        """The run has failed, if it is still this holder's; only then is anybody told."""
+        self._handled = True
+        assert self._side is not None
+        deliver = self._task.has_to_deliver(self._context)
+        try:
+            ended = self._side.store.of_holder(self._holder)
+            accepted = ended is not None and self._side.store.give_up(
+                ended.run_id,
+                ended.epoch,
+                self._holder,
+                self._encoded(exc) if deliver else None,
+                reason="hard time limit",
+                deliver=deliver,
+                settle_in=self._terms.settle_timeout,
+            )
+        except (StoreUnavailable, StoreBusy) as unknown:
+            logger.warning("run=%s not failed: %s", self._delivery.run_id, unknown)
+            return self._defer(_RETRY_DELAY)
+        if not accepted:
+            return self._let_go()
+        with speaking(Voice(claimed=True, outcome=states.FAILURE)):
+            return super().on_failure(exc_info, return_ok=False)
+
+    def _terminated(self, exc_info: Any) -> Any:
+        assert self._side is not None
+        try:
+            accepted = self._side.store.revoke(
+                self._delivery.run_id, "terminated", holder=self._holder
+            )
+        except (StoreUnavailable, StoreBusy) as unknown:
+            logger.warning("run=%s not revoked: %s", self._delivery.run_id, unknown)
+            return self._defer(_RETRY_DELAY)
+        if not accepted:
+            return self._let_go()
+        with speaking(Voice(claimed=True, outcome=states.REVOKED)):
+            return super().on_failure(exc_info)
+
+    def _let_go(self) -> None:
+        worker_state.task_ready(self)
+        self._settles = False
+        self.acknowledge()
+
+    def _encoded(self, exc: BaseException) -> bytes:
+        leasing = Leasing.of(self._app)
+        return encode_failure(leasing.results, self._app.backend, exc, self._delivery.run_id)

@@ -1,0 +1,135 @@
+"""What may reach the result backend: states of the current holder, and the run's outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from celery import states
+from celery.exceptions import Reject
+
+__all__ = ["Defer", "LeasedBackend", "Voice", "speaking", "voice_of"]
+
+
+class Defer(Reject):
+    """Give the message back for ``delay`` seconds: neither deleted nor sent again.
+
+    Raised in a pool child; the parent process turns it into the broker's own means.
+    """
+
+    def __init__(self, delay: float = 0.0, reason: str = "deferred") -> None:
+        super().__init__(reason, requeue=True)
+        self.delay = delay
+
+    def __reduce__(self) -> tuple[type[Defer], tuple[float, str]]:
+        return type(self), (self.delay, self.reason)
+
+
+@dataclass(slots=True)
+class Voice:
+    """What this execution may say to the result backend.
+
+    ``None`` as outcome: the body runs under the lease and may report any state but a final
+    one. Before the claim, and for a delivery that is dropped, nothing may be said.
+    """
+
+    claimed: bool = False
+    outcome: str | None = None
+
+    def may_say(self, state: str) -> bool:
+        """Whether ``state`` may be stored now."""
+        if self.outcome is not None:
+            return state == self.outcome
+        return self.claimed and state not in states.READY_STATES
+
+
+_VOICE: ContextVar[Voice | None] = ContextVar("celery_lease_voice", default=None)
+
+
+@contextmanager
+def speaking(voice: Voice) -> Iterator[Voice]:
+    """What the block says to the backend of a leased task is held to ``voice``."""
+    token = _VOICE.set(voice)
+    try:
+        yield voice
+    finally:
+        _VOICE.reset(token)
+
+
+def voice_of() -> Voice:
+    """What the execution here may say; an eager one, with no tracer of ours, may say all."""
+    return _VOICE.get() or Voice()
+
+
+class LeasedBackend:
+    """The app's result backend, for one leased task.
+
+    A state that contradicts the run's outcome is not stored and not told to a chord; the
+    delivery is deferred instead and the recorded outcome is replayed. Everything else goes
+    through.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kw: Any) -> Any:
+        """Store ``state`` if this execution may say it."""
+        if self._silenced(state):
+            return result
+        return self._backend.store_result(task_id, result, state, *args, **kw)
+
+    def mark_as_started(self, task_id: str, **meta: Any) -> Any:
+        """Store STARTED if the run is held."""
+        return self.store_result(task_id, meta, states.STARTED)
+
+    def mark_as_done(
+        self,
+        task_id: str,
+        result: Any,
+        request: Any = None,
+        store_result: bool = True,
+        state: str = states.SUCCESS,
+    ) -> Any:
+        """Store the result and tell the chord, if that is the outcome."""
+        if not self._silenced(state):
+            return self._backend.mark_as_done(task_id, result, request, store_result, state)
+        return None
+
+    def mark_as_failure(self, task_id: str, exc: BaseException, *args: Any, **kw: Any) -> Any:
+        """Store the failure, tell the chord and call the errbacks, if that is the outcome."""
+        if not self._silenced(kw.get("state", states.FAILURE)):
+            return self._backend.mark_as_failure(task_id, exc, *args, **kw)
+        return None
+
+    def mark_as_revoked(self, task_id: str, *args: Any, **kw: Any) -> Any:
+        """Store REVOKED and tell the chord, if that is the outcome."""
+        if not self._silenced(kw.get("state", states.REVOKED)):
+            return self._backend.mark_as_revoked(task_id, *args, **kw)
+        return None
+
+    def mark_as_retry(self, task_id: str, exc: BaseException, *args: Any, **kw: Any) -> Any:
+        """Store RETRY if this execution postponed its run."""
+        if not self._silenced(kw.get("state", states.RETRY)):
+            return self._backend.mark_as_retry(task_id, exc, *args, **kw)
+        return None
+
+    def on_chord_part_return(self, request: Any, state: str, result: Any, **kw: Any) -> Any:
+        """Tell the chord, if that is the outcome."""
+        if not self._silenced(state):
+            return self._backend.on_chord_part_return(request, state, result, **kw)
+        return None
+
+    @staticmethod
+    def _silenced(state: str) -> bool:
+        voice = _VOICE.get()
+        if voice is None or voice.may_say(state):
+            return False
+        if voice.outcome is not None and state in states.READY_STATES:
+            raise Defer(0.0, f"{state} would contradict the outcome {voice.outcome}")
+        return True

@@ -1,0 +1,306 @@
+"""``LeasedTask``: one delivery from claim to settle.
+
+Adoption is ``@app.task(base=LeasedTask)``, or ``Celery(task_cls=LeasedTask)`` for all tasks.
+The class adds the worker's side by itself when the task is registered.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from billiard.einfo import ExceptionInfo
+from celery import Task, states
+from celery.app.trace import REJECTED, TraceInfo, trace_ok_t
+from celery.backends.base import DisabledBackend
+from celery.exceptions import Ignore, Reject, Retry
+
+from celery_lease import signals
+from celery_lease.application import Leasing
+from celery_lease.delivery import Admission, Delivery
+from celery_lease.errors import InvalidSetting, LeaseLost, NotSerializable
+from celery_lease.execution import Execution
+from celery_lease.interrupts import no_soft_limit
+from celery_lease.lease import Lease, bound, current_lease
+from celery_lease.local import MemoryBacking, local_heartbeat
+from celery_lease.outcomes import recorded
+from celery_lease.policy import LeasePolicy
+from celery_lease.postpone import captured_retry, caught_by, postpone
+from celery_lease.results import Defer, LeasedBackend, Voice, speaking, voice_of
+from celery_lease.states import RunState
+from celery_lease.store import Replay
+from celery_lease.trigger import Envelope, fix_callback_ids
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+__all__ = ["LeasedTask"]
+
+#: A lease means nothing if the message is gone before the work is done.
+_REQUIRED = ("acks_late", "reject_on_worker_lost")
+_CELERY_STATES = {
+    RunState.SUCCEEDED: states.SUCCESS,
+    RunState.FAILED: states.FAILURE,
+    RunState.REVOKED: states.REVOKED,
+}
+
+
+class LeasedTask(Task):
+    """A task whose runs have one holder at a time, and one outcome.
+
+    Set ``lease_policy`` (a :class:`~celery_lease.LeasePolicy`) as an option of ``@app.task``
+    or as a class attribute. Inside the body ``self.lease`` is the handle of the run.
+
+    Raises :class:`~celery_lease.errors.InvalidSetting` when the class is made with
+    ``acks_late`` or ``reject_on_worker_lost`` off, and when the task is registered with a
+    policy that cannot work.
+    """
+
+    abstract = True
+    Request = "celery_lease.request:LeasedRequest"
+    acks_late = True
+    reject_on_worker_lost = True
+    acks_on_failure_or_timeout = True
+    acks_on_failure = True
+    acks_on_timeout = True
+
+    #: How long its leases last and what happens after a crash.
+    lease_policy: LeasePolicy | None = None
+
+    _lease_tracer: Callable[..., Any] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _REQUIRED:
+            if name in cls.__dict__ and not cls.__dict__[name]:
+                raise InvalidSetting(
+                    f"{cls.__name__}.{name} = {cls.__dict__[name]!r}: a leased task keeps its "
+                    f"message until the run has ended; leave {name} out"
+                )
+        policy = cls.__dict__.get("lease_policy")
+        if policy is not None and not isinstance(policy, LeasePolicy):
+            raise InvalidSetting(
+                f"{cls.__name__}.lease_policy = {policy!r}: give a LeasePolicy, "
+                "for example LeasePolicy.long()"
+            )
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:
+        """Check the policy and add the worker's side; Celery calls this for each task."""
+        from celery_lease.worker import LeaseStep  # noqa: PLC0415 - only workers need it
+
+        Leasing.of(app).terms(cls.lease_policy)
+        app.steps["worker"].add(LeaseStep)
+
+    # -- for the body -------------------------------------------------------------------
+
+    @property
+    def lease(self) -> Lease:
+        """The lease of the run that executes here."""
+        return current_lease()
+
+    # -- one delivery -------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Claim the run, execute the body, commit; what Celery sees has been committed."""
+        body = self._body(args, kwargs)
+        request = self.request
+        leasing = Leasing.of(self.app)
+        if request.called_directly or request.id is None or not leasing.settings.enabled:
+            with bound(Lease(MemoryBacking(request.id, lambda: leasing.values))):
+                return body()
+        delivery = Delivery.of_request(request)
+        forget_lease_headers(request)
+        terms = leasing.terms(self.lease_policy)
+        if delivery.interruptible:
+            leasing.interrupts.install()
+        asked_at = time.monotonic()
+        admitted = Admission(leasing, self, request, delivery, terms).admit()
+        if isinstance(admitted, Replay):
+            return self._replay(leasing, delivery, admitted)
+        signals.announce(
+            signals.lease_claimed,
+            self.name,
+            run_id=admitted.run_id,
+            epoch=admitted.epoch,
+            holder=admitted.holder,
+        )
+        execution = Execution(leasing, self, delivery, admitted, terms, asked_at)
+        if not request.is_eager:
+            return self._execute(execution, body)
+        with local_heartbeat(leasing.store, admitted, self.name, terms):
+            return self._execute(execution, body)
+
+    def _body(self, args: Any, kwargs: Any) -> Callable[[], Any]:
+        call = super().__call__
+        if getattr(call, "__func__", None) is Task.__call__:
+            # Celery's own would push an empty request over the one that is running.
+            return lambda: self.run(*args, **kwargs)
+        return lambda: call(*args, **kwargs)
+
+    def _execute(self, execution: Execution, body: Callable[[], Any]) -> Any:
+        voice = voice_of()
+        voice.claimed = True
+        self._say_started(self.request)
+        deliver = self.has_to_deliver(self.request)
+        try:
+            with captured_retry() as retry:
+                value = execution.run(body)
+            if retry.envelope is not None:
+                raise Retry("retry(throw=False)")
+            self._committed(execution, lambda: execution.complete(value, deliver=deliver))
+        except Defer:
+            raise
+        except Retry:
+            self._committed(execution, lambda: postpone(execution, retry))
+            voice.outcome = states.RETRY
+            raise
+        except Ignore as ignored:
+            if not execution.ended:
+                self._committed(execution, execution.finish_ignored)
+            raise ignored
+        except Reject as rejected:
+            self._rejected(execution, rejected)
+            raise
+        except Exception as error:
+            # Also a result that cannot be encoded: nothing was committed for it.
+            self._committed(execution, lambda: execution.fail(error, deliver=deliver))
+            self._after_commit(execution.run_id, voice, states.FAILURE)
+            raise
+        self._after_commit(execution.run_id, voice, states.SUCCESS)
+        return value
+
+    def _rejected(self, execution: Execution, rejected: Reject) -> None:
+        """The body raised Celery's ``Reject``: again with a new message, or never."""
+        if rejected.requeue:
+            self._committed(execution, lambda: execution.hand_back("rejected"))
+            raise Ignore("rejected, to be tried again")
+        self._committed(execution, lambda: execution.fail(rejected, deliver=False))
+
+    @staticmethod
+    def _committed(execution: Execution, commit: Callable[[], None]) -> None:
+        """Commit, or tell Celery that the lease is lost."""
+        try:
+            commit()
+        except LeaseLost as lost:
+            raise execution.translated(lost) from None
+
+    def _after_commit(self, run_id: str, voice: Voice, outcome: str) -> None:
+        """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
+        Leasing.of(self.app).until_traced.enter_context(no_soft_limit())
+        voice.outcome = outcome
+        request = self.request
+        fix_callback_ids(run_id, request.callbacks, "link")
+        fix_callback_ids(run_id, request.errbacks, "link_error")
+        if outcome == states.SUCCESS:
+            request.errbacks = []
+        else:
+            request.callbacks = []
+
+    def _replay(self, leasing: Leasing, delivery: Delivery, replay: Replay) -> Any:
+        """Hand the recorded outcome to Celery, without running the body."""
+        request = self.request
+        if replay.envelope is not None:
+            _, _, embed = Envelope.load(replay.envelope).unpack()
+            for name in ("callbacks", "errbacks", "chain", "chord"):
+                setattr(request, name, embed.get(name))
+        outcome = recorded(leasing.results, self.app.backend, replay)
+        voice = voice_of()
+        self._after_commit(delivery.run_id, voice, _CELERY_STATES[outcome.state])
+        if outcome.state is RunState.SUCCEEDED:
+            return outcome.value
+        assert outcome.error is not None
+        if outcome.state is RunState.REVOKED:
+            self._tell_revoked(request, outcome.error)
+            raise Ignore(str(outcome.error))
+        raise outcome.error
+
+    def _tell_revoked(self, request: Any, error: BaseException) -> None:
+        self.backend.mark_as_revoked(
+            request.id, str(error), request=request, store_result=not self._ignores(request)
+        )
+
+    def retry(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's ``retry``: under a lease the run is postponed with its new arguments."""
+        catcher = caught_by()
+        if catcher is None:
+            return super().retry(*args, **kwargs)
+        catcher.listening = True
+        try:
+            return super().retry(*args, **kwargs)
+        finally:
+            catcher.listening = False
+
+    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's ``apply_async``; the message of a retry is caught, not sent."""
+        catcher = caught_by()
+        if catcher is not None and catcher.listening:
+            kwargs["producer"] = catcher
+        return super().apply_async(*args, **kwargs)
+
+    # -- Celery's hooks -----------------------------------------------------------------
+
+    @property
+    def backend(self) -> Any:
+        """The app's result backend, held to what this execution may say."""
+        return LeasedBackend(super().backend)
+
+    @backend.setter
+    def backend(self, value: Any) -> None:
+        self._backend = value
+
+    @property
+    def __trace__(self) -> Any:
+        """Celery's tracer, within which only the outcome may be told."""
+        return self._lease_tracer
+
+    @__trace__.setter
+    def __trace__(self, tracer: Callable[..., Any] | None) -> None:
+        self._lease_tracer = None if tracer is None else self._leased(tracer)
+
+    def _leased(self, tracer: Callable[..., Any]) -> Callable[..., Any]:
+        def trace(uuid: str, args: Any, kwargs: Any, request: Any = None) -> Any:
+            leasing = Leasing.of(self.app)
+            if not leasing.settings.enabled:
+                return tracer(uuid, args, kwargs, request)
+            with speaking(Voice()), leasing.until_traced:
+                try:
+                    return tracer(uuid, args, kwargs, request)
+                except Defer as exc:
+                    # Raised by the backend: on some pools it would end the worker.
+                    info = ExceptionInfo(internal=True)
+                    return trace_ok_t(info, TraceInfo(REJECTED, exc), 0.0, None)
+
+        return trace
+
+    def has_to_deliver(self, request: Any) -> bool:
+        """Whether the outcome has to reach callbacks or a result backend."""
+        if request.callbacks or request.errbacks or request.chain or request.chord:
+            return True
+        keeps_none = isinstance(self.app.backend, DisabledBackend)
+        return not keeps_none and not self._ignores(request)
+
+    def _ignores(self, request: Any) -> bool:
+        asked = getattr(request, "ignore_result", None)
+        return bool(self.ignore_result if asked is None else asked)
+
+    def _say_started(self, request: Any) -> None:
+        if self.track_started and not request.is_eager and not self._ignores(request):
+            self.backend.store_result(
+                request.id,
+                {"pid": os.getpid(), "hostname": request.hostname},
+                states.STARTED,
+                request=request,
+            )
+
+
+def forget_lease_headers(request: Any) -> None:
+    """The body, and what it sends on, must not see the headers of this delivery."""
+    for name in [name for name in vars(request) if name.startswith("lease_")]:
+        delattr(request, name)
+    if request.headers:
+        request.headers = {
+            name: value for name, value in request.headers.items() if not name.startswith("lease_")
+        }

@@ -1,0 +1,224 @@
+"""Envelope in, message out.
+
+The envelope is all that a trigger needs: serialized arguments with callbacks, errbacks,
+chain and chord, the task's headers, and where the message goes. It is stored in the run, so
+that whoever sends the next trigger needs neither the first message nor the task's code.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from kombu import serialization
+from kombu.utils import json
+
+from celery_lease.errors import NotSerializable
+
+if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_lease.store import Outgoing, Store
+
+__all__ = [
+    "EPOCH_HEADER",
+    "RUN_HEADER",
+    "STORED_HEADER",
+    "Envelope",
+    "Sender",
+    "fix_callback_ids",
+]
+
+logger = logging.getLogger(__name__)
+
+EPOCH_HEADER = "lease_epoch"
+RUN_HEADER = "lease_run"
+STORED_HEADER = "lease_stored"
+_PREFIX = "lease_"
+
+#: Headers that belong to one sending, not to the run.
+_OF_ONE_SENDING = {"eta", "expires", "compression", "delivery_info", "lease_delivery"}
+_PROPERTIES = ("correlation_id", "reply_to", "priority", "MessageGroupId")
+_EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message that can be sent any number of times."""
+
+    body: str
+    binary: bool
+    content_type: str
+    content_encoding: str
+    headers: Mapping[str, Any]
+    exchange: str
+    routing_key: str
+    properties: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def pack(
+        cls,
+        *,
+        args: Any,
+        kwargs: Any,
+        embed: Mapping[str, Any],
+        content_type: str,
+        headers: Mapping[str, Any],
+        properties: Mapping[str, Any],
+        exchange: str,
+        routing_key: str,
+    ) -> Envelope:
+        """The envelope of a delivery, serialized as its message was.
+
+        Raises ``NotSerializable`` if arguments or callbacks cannot be encoded.
+        """
+        payload = (args, kwargs, {name: embed.get(name) for name in _EMBEDDED})
+        try:
+            content_type, encoding, body = serialization.dumps(
+                payload, serializer=_serializer_of(content_type)
+            )
+        except Exception as exc:  # each serializer has errors of its own
+            raise NotSerializable(f"the arguments of the run cannot be stored: {exc}") from exc
+        binary = not isinstance(body, str)
+        return cls(
+            body=base64.b64encode(body).decode() if binary else body,
+            binary=binary,
+            content_type=content_type,
+            content_encoding=encoding,
+            headers={
+                name: value
+                for name, value in headers.items()
+                if name not in _OF_ONE_SENDING and not name.startswith(_PREFIX)
+            },
+            exchange=exchange,
+            routing_key=routing_key,
+            properties={
+                name: properties[name] for name in _PROPERTIES if properties.get(name) is not None
+            },
+        )
+
+    def dump(self) -> bytes:
+        """The form stored in the run."""
+        return str(json.dumps(asdict(self))).encode()
+
+    @classmethod
+    def load(cls, blob: bytes) -> Envelope:
+        """What ``dump`` wrote."""
+        return cls(**json.loads(bytes(blob).decode()))
+
+    def unpack(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        """(args, kwargs, embed) as the task's message had them."""
+        body: str | bytes = base64.b64decode(self.body) if self.binary else self.body
+        args, kwargs, embed = serialization.loads(
+            body, self.content_type, self.content_encoding, accept={self.content_type}
+        )
+        return list(args), dict(kwargs), dict(embed or {})
+
+    def message_for(self, run_id: str, epoch: int, sending: int) -> dict[str, Any]:
+        """Keyword arguments for kombu's ``Producer.publish``."""
+        headers = {**self.headers, EPOCH_HEADER: epoch}
+        if headers.get("id") != run_id:
+            headers[RUN_HEADER] = run_id
+        properties = dict(self.properties)
+        if self.routing_key.endswith(".fifo"):
+            # Deduplication outlives receive and delete: each sending needs an id of its own.
+            token = f"{run_id}:{epoch}:{sending}:{uuid.uuid4().hex}"
+            properties["MessageDeduplicationId"] = sha256(token.encode()).hexdigest()
+        return {
+            "body": base64.b64decode(self.body) if self.binary else self.body,
+            "content_type": self.content_type,
+            "content_encoding": self.content_encoding,
+            "headers": headers,
+            "exchange": self.exchange,
+            "routing_key": self.routing_key,
+            **properties,
+        }
+
+
+class Sender:
+    """Sends due triggers: reserve, publish, mark as sent.
+
+    If it dies after the reservation the trigger is due again 30 s later; if the broker
+    swallows the message, ``retrigger_after`` later. Sending twice is harmless.
+    """
+
+    def __init__(self, app: Celery, store: Store) -> None:
+        self._app = app
+        self._store = store
+
+    def send(self, run_id: str, epoch: int) -> bool:
+        """Send the trigger of ``run_id`` at ``epoch`` if it is due and not reserved.
+
+        Raises what the broker's transport raises; the run stays in the outbox then.
+        """
+        outgoing = self._store.reserve(run_id, epoch)
+        if outgoing is None:
+            return False
+        self._publish(outgoing)
+        self._store.sent(outgoing)
+        return True
+
+    def _publish(self, outgoing: Outgoing) -> None:
+        envelope = Envelope.load(outgoing.envelope)
+        message = envelope.message_for(outgoing.run_id, outgoing.epoch, outgoing.triggers)
+        with self._app.producer_or_acquire() as producer:
+            producer.publish(declare=self._declared(envelope), retry=False, **message)
+        logger.info(
+            "sent trigger run=%s epoch=%s task=%s sending=%s",
+            outgoing.run_id,
+            outgoing.epoch,
+            outgoing.task,
+            outgoing.triggers + 1,
+        )
+
+    def _declared(self, envelope: Envelope) -> list[Any]:
+        """The queue that a message for the default exchange names, if the app knows it."""
+        if envelope.exchange:
+            return [
+                queue
+                for queue in self._app.amqp.queues.values()
+                if queue.exchange.name == envelope.exchange
+                and queue.routing_key == envelope.routing_key
+            ]
+        return [self._app.amqp.queues[envelope.routing_key]]
+
+
+def _serializer_of(content_type: str) -> str:
+    name = serialization.registry.type_to_name.get(content_type)
+    return str(name or content_type)
+
+
+def fix_callback_ids(run_id: str, signatures: Any, path: str) -> None:
+    """Give callbacks without an id a fixed one, so that a replay sends the same tasks.
+
+    Walks through groups, chains and chords; ids that are there stay.
+    """
+    if isinstance(signatures, Mapping):
+        signatures = [signatures]
+    for index, signature in enumerate(signatures or ()):
+        _fix(run_id, signature, f"{path}/{index}")
+
+
+def _fix(run_id: str, signature: Any, path: str) -> None:
+    if not isinstance(signature, Mapping):
+        return
+    options = signature.setdefault("options", {})  # type: ignore[attr-defined]  # a dict
+    if not options.get("task_id"):
+        options["task_id"] = str(uuid.uuid5(_namespace(run_id), path))
+    nested = signature.get("kwargs") or {}
+    if signature.get("subtask_type") in ("group", "chain"):
+        fix_callback_ids(run_id, nested.get("tasks"), f"{path}/tasks")
+    elif signature.get("subtask_type") == "chord":
+        fix_callback_ids(run_id, nested.get("header"), f"{path}/header")
+        fix_callback_ids(run_id, nested.get("body"), f"{path}/body")
+    fix_callback_ids(run_id, options.get("link"), f"{path}/link")
+    fix_callback_ids(run_id, options.get("link_error"), f"{path}/link_error")
+
+
+def _namespace(run_id: str) -> uuid.UUID:
+    return uuid.uuid5(uuid.NAMESPACE_URL, f"celery-lease:{run_id}")

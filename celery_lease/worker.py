@@ -1,0 +1,234 @@
+"""The worker's main process: a Celery bootstep with one heartbeat and one reaper.
+
+The loops end only after the pool has drained: from SIGTERM on they ask holders to hand off,
+and keep renewing until the last one has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from typing import TYPE_CHECKING, Any
+
+import celery
+from celery import bootsteps
+from celery.signals import worker_shutdown, worker_shutting_down
+
+from celery_lease.application import Leasing
+from celery_lease.board import Board
+from celery_lease.errors import InvalidSetting, LeaseError, StoreUnavailable
+from celery_lease.heartbeat import Heartbeat
+from celery_lease.keeper import Keeper, Kept
+from celery_lease.loop import Loop
+from celery_lease.outage import Outage
+from celery_lease.reaper import Reaper
+from celery_lease.visibility import Held, Visibility
+from celery_lease.visibility.sqs import SQSVisibility
+
+if TYPE_CHECKING:
+    from celery_lease.board import Slot
+    from celery_lease.delivery import Delivery
+    from celery_lease.policy import Terms
+    from celery_lease.store import Store
+
+__all__ = ["LeaseStep", "WorkerSide"]
+
+logger = logging.getLogger(__name__)
+
+_REFUSED_POOLS = ("gevent", "eventlet")
+
+
+class WorkerSide:
+    """Heartbeat, reaper and keeper of one worker; requests talk to it."""
+
+    def __init__(self, leasing: Leasing, worker: Any) -> None:
+        self._leasing = leasing
+        self._worker = worker
+        self.board = leasing.board = Board()
+        self.forks = "prefork" in worker.pool_cls.__module__
+        self.store: Store = leasing.store
+        self.keeper = Keeper(self.board)
+        self.visibility: Visibility = SQSVisibility(timeout=leasing.settings.statement_timeout)
+        self.outage = Outage(worker, self._probe)
+        settings = leasing.settings
+        self.reaper = Reaper(
+            self.store,
+            leasing.sender.send,
+            interval=settings.reap_interval,
+            on_store=self.outage.tell,
+        )
+        self.heartbeat = Heartbeat(
+            self.store,
+            self.keeper,
+            self.visibility,
+            interval=settings.heartbeat,
+            on_store=self.outage.tell,
+            on_abandoned=self.wake_reaper,
+        )
+        self._beats = Loop("lease-heartbeat", self._beat)
+        self._reaps = Loop("lease-reaper", self._reap)
+
+    # -- for requests -------------------------------------------------------------------
+
+    def hold(self, message: Any) -> Held | None:
+        """What keeps this message hidden, on brokers that can."""
+        return self.visibility.hold(message)
+
+    def keep(
+        self, delivery: Delivery, task: str, terms: Terms, held: Held | None, slot: Slot | None
+    ) -> None:
+        """Keep a delivery from now on: its message at once, its lease when it is accepted."""
+        extend_at = float("inf")
+        if held is not None:
+            within = self.visibility.timeout_of(held) / 3
+            extend_at = held.received_at + min(within, terms.heartbeat)
+        self.keeper.add(Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at))
+        self._beats.wake()
+
+    def accepted(self, holder: str, pid: int) -> None:
+        """A pool process has taken the delivery."""
+        self.keeper.accepted(holder, pid, interruptible=self.forks)
+
+    def forget(self, holder: str) -> None:
+        """Nothing more is asked about this delivery's message."""
+        self.keeper.forget(holder)
+
+    def delivered(self, run_id: str, holder: str) -> None:
+        """The outcome of this run was reported."""
+        self.keeper.delivered(run_id, holder)
+
+    def defer(self, message: Any, held: Held, delay: float) -> None:
+        """Hide the message for ``delay`` seconds and forget it."""
+        self.visibility.defer(message, held, delay)
+
+    def wake_reaper(self) -> None:
+        """Something is due now."""
+        self._reaps.wake()
+
+    # -- life ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start both loops and listen for the end."""
+        worker_shutting_down.connect(self._on_shutting_down, weak=False)
+        worker_shutdown.connect(self._on_shutdown, weak=False)
+        self._beats.start()
+        self._reaps.start()
+
+    def yield_leases(self) -> None:
+        """From now on every checkpoint hands off; told with the next tick, which is now."""
+        self.board.stopping = True
+        self._beats.wake()
+
+    def close(self) -> None:
+        """After the drain: end the loops, settle what is left."""
+        worker_shutting_down.disconnect(self._on_shutting_down)
+        worker_shutdown.disconnect(self._on_shutdown)
+        self._reaps.stop()
+        self._beats.stop()
+        pairs = self.keeper.take_delivered()
+        if pairs:
+            try:
+                self.store.settle(pairs)
+            except LeaseError as exc:
+                logger.warning(
+                    "%d outcomes not settled, they will be replayed: %s", len(pairs), exc
+                )
+
+    def _on_shutting_down(self, **_: Any) -> None:
+        self.yield_leases()
+
+    def _on_shutdown(self, **_: Any) -> None:
+        self.close()
+
+    # -- loops --------------------------------------------------------------------------
+
+    def _beat(self) -> float:
+        delay = self.heartbeat.run_once()
+        return 0.5 if self.outage.on else delay
+
+    def _reap(self) -> float:
+        delay = self.reaper.pass_and_wait()
+        if not self.outage.on:
+            self._seen()
+        return min(delay, 2.0) if self.outage.on else delay
+
+    def _seen(self) -> None:
+        try:
+            self.store.worker_seen(
+                node=self._worker.hostname,
+                host=platform.node(),
+                pid=os.getpid(),
+                pool=self._worker.pool_cls.__module__.rpartition(".")[2],
+                queues=",".join(self._worker.app.amqp.queues.consume_from),
+                versions=f"celery {celery.__version__}, python {platform.python_version()}",
+            )
+        except LeaseError as exc:
+            logger.warning("this worker could not note that it is alive: %s", exc)
+
+    def _probe(self) -> bool:
+        try:
+            self.store.due(1)
+        except StoreUnavailable:
+            return False
+        return True
+
+
+class LeaseStep(bootsteps.StartStopStep):
+    """Adds the worker's side to every worker of an app with leased tasks.
+
+    Made before the pool forks, so that children share its board. Refuses to start where
+    leases could not be kept.
+    """
+
+    requires = frozenset({"celery.worker.components:Pool"})
+
+    def __init__(self, worker: Any, **options: Any) -> None:
+        super().__init__(worker, **options)
+        leasing = Leasing.of(worker.app)
+        self.enabled = leasing.settings.enabled
+        if not self.enabled:
+            return
+        _refuse_what_cannot_work(worker)
+        self._leasing = leasing
+        leasing.worker = WorkerSide(leasing, worker)
+
+    def create(self, worker: Any) -> WorkerSide:  # noqa: ARG002 - Celery's signature
+        """What ``start`` starts."""
+        assert self._leasing.worker is not None
+        return self._leasing.worker
+
+    def start(self, worker: Any) -> None:  # noqa: ARG002 - Celery's signature
+        """Check the schema and start the loops."""
+        side = self._leasing.worker
+        assert side is not None
+        try:
+            side.store.due(1)
+        except StoreUnavailable as exc:
+            logger.error("the lease store is away, nothing runs until it is back: %s", exc)
+            side.outage.tell(False)
+        side.start()
+
+    def stop(self, worker: Any) -> None:  # noqa: ARG002 - Celery's signature
+        """Celery stops steps before the pool drains: only ask the holders to yield."""
+        if self._leasing.worker is not None:
+            self._leasing.worker.yield_leases()
+
+    def terminate(self, worker: Any) -> None:
+        """A cold shutdown: no commit can follow, so the loops end with the process."""
+        self.stop(worker)
+
+
+def _refuse_what_cannot_work(worker: Any) -> None:
+    pool = worker.pool_cls.__module__
+    for name in _REFUSED_POOLS:
+        if name in pool:
+            raise InvalidSetting(
+                f"worker pool {name!r}: a body that does not yield would stop the heartbeat of "
+                "every lease in the process; use --pool=prefork, solo or threads"
+            )
+    if worker.app.conf.worker_deduplicate_successful_tasks:
+        raise InvalidSetting(
+            "worker_deduplicate_successful_tasks = True: it answers a redelivered message "
+            "before the lease store is asked; leased tasks need it off, and do better"
+        )
