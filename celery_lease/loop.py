@@ -48,6 +48,11 @@ class Loop:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end, at most ``timeout`` seconds."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
     def _run(self) -> None:
         while not self._stopping:
             self._wake.clear()
