@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +34,6 @@ class Leasing:
         #: Shared with pool children; the worker's bootstep makes it before the fork.
         self.board: Board | None = None
         self.interrupts = Interrupts()
-        #: What must be undone when Celery is done with the task that runs now.
-        self.until_traced = ExitStack()
         self._terms: dict[LeasePolicy | None, Terms] = {}
 
     @classmethod

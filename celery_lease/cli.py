@@ -36,7 +36,9 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for 
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=False)
+    """A terminal's own width; a pipe gets lines that are not folded."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 def _command(function: F) -> F:
@@ -84,8 +86,8 @@ def list_runs(runs: Runs, state: str | None, task: str | None, limit: int, as_js
         click.echo(json.dumps([info.as_dict() for info in found], indent=2))
         return
     table = Table(box=None, pad_edge=False)
-    for heading in ("RUN", "TASK", "STATE", "EPOCH", "ATTEMPT", "HOLDER", "PROGRESS", "LEASE LEFT"):
-        table.add_column(heading, no_wrap=heading == "RUN")
+    for heading in ("RUN", "STATE", "EPOCH", "PROGRESS", "LEASE", "HOLDER", "TASK"):
+        table.add_column(heading, no_wrap=heading != "TASK", overflow="fold")
     for info in found:
         table.add_row(*_cells(info))
     _console().print(table if found else "No runs.")
@@ -135,13 +137,12 @@ def _say(data: dict[str, Any], text: str, as_json: bool) -> None:
 def _cells(info: RunInfo) -> list[Text]:
     return [
         Text(info.run_id),
-        Text(info.task),
         Text(info.state, style=_COLOURS[info.state]),
         Text(str(info.epoch)),
-        Text(str(info.attempt)),
-        Text(info.node or "-"),
         Text(_percent(info.progress)),
         _left(info),
+        Text(info.node or "-"),
+        Text(info.task),
     ]
 
 

@@ -214,7 +214,7 @@ class Admission:
             self._leasing.sender.send(self._delivery.run_id, view.epoch)
         except LeaseError:
             raise
-        except Exception as exc:  # a broker's errors share no base class
+        except Exception as exc:  # noqa: BLE001 - a broker's errors share no base class
             logger.warning(
                 "trigger of run=%s not sent, the reaper will: %s", self._delivery.run_id, exc
             )

@@ -48,10 +48,11 @@ class Execution:
         self,
         leasing: Leasing,
         task: Any,
+        *,
         delivery: Delivery,
         grant: Grant,
         terms: Terms,
-        granted_at: float,
+        asked_at: float,
     ) -> None:
         self.run_id = grant.run_id
         self.epoch = grant.epoch
@@ -65,7 +66,7 @@ class Execution:
         self._delivery = delivery
         self._grant = grant
         self._terms = terms
-        self._trust_until = granted_at + terms.duration
+        self._trust_until = asked_at + terms.duration
         self._checkpoint = grant.checkpoint
         self._stages: dict[str, bytes] | None = {} if grant.epoch == 1 else None
         self._yield_asked = False
@@ -104,7 +105,8 @@ class Execution:
         self._announce(signals.lease_lost, exc.reason)
         if exc.reason == "unreachable":
             return Defer(0.0, "unreachable")
-        return Ignore(str(exc))
+        ignored: Exception = Ignore(str(exc))
+        return ignored
 
     # -- outcomes -----------------------------------------------------------------------
 
@@ -270,7 +272,7 @@ class Execution:
         """The worker that made the change sends the trigger first; else the reaper does."""
         try:
             self._leasing.sender.send(self.run_id, self.epoch)
-        except Exception as exc:  # a broker's errors share no base class
+        except Exception as exc:  # noqa: BLE001 - a broker's errors share no base class
             logger.warning("trigger of run=%s not sent, the reaper will: %s", self.run_id, exc)
 
     def _verb(self, work: Callable[[], T]) -> T:

@@ -24,10 +24,11 @@ INTERRUPT_SIGNAL = signal.SIGURG
 _SOFT_LIMIT_SIGNAL = signal.SIGUSR1
 
 
-class Interrupts:
+class Interrupts(threading.local):
     """What may interrupt the one body that runs in this thread of this process."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._slot: Slot | None = None
         self._run: tuple[str, int] = ("", 0)
         self._shields = 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from celery_lease.codec import Codec
     from celery_lease.store import Replay
 
-__all__ = ["RecordedFailure", "Recorded", "encode_failure", "encode_success", "recorded"]
+__all__ = ["Recorded", "RecordedFailure", "encode_failure", "encode_success", "recorded"]
 
 
 @dataclass(frozen=True, slots=True)

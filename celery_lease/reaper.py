@@ -73,7 +73,7 @@ class Reaper:
                 sent += self._send(run_id, epoch)
             except LeaseError:
                 raise
-            except Exception as exc:  # a broker's errors share no base class
+            except Exception as exc:  # noqa: BLE001 - a broker's errors share no base class
                 logger.warning("trigger of run=%s not sent, the next pass tries: %s", run_id, exc)
                 break
         return sent

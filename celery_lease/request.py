@@ -11,7 +11,7 @@ import logging
 import time
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
@@ -41,6 +41,7 @@ class LeasedRequest(Request):
         super().__init__(message, **options)
         self._settles = False
         self._handled = False
+        self.acknowledged = False
         leasing = Leasing.of(self._app)
         worker = leasing.worker if leasing.settings.enabled else None
         self._side = worker
@@ -114,7 +115,8 @@ class LeasedRequest(Request):
             return
         logger.error("hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
         if not self._handled:
-            self._hard_limit(None, TimeLimitExceeded(timeout))
+            exc = TimeLimitExceeded(timeout)
+            self._hard_limit(ExceptionInfo((type(exc), exc, None)), exc)
 
     def acknowledge(self) -> None:
         """Let the message go: nothing is asked about it any more, then it is deleted."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import states
@@ -38,6 +38,8 @@ class Voice:
 
     claimed: bool = False
     outcome: str | None = None
+    #: What must be undone when Celery is done with this execution.
+    until_told: ExitStack = field(default_factory=ExitStack)
 
     def may_say(self, state: str) -> bool:
         """Whether ``state`` may be stored now."""
@@ -54,7 +56,8 @@ def speaking(voice: Voice) -> Iterator[Voice]:
     """What the block says to the backend of a leased task is held to ``voice``."""
     token = _VOICE.set(voice)
     try:
-        yield voice
+        with voice.until_told:
+            yield voice
     finally:
         _VOICE.reset(token)
 

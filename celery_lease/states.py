@@ -233,7 +233,9 @@ def decide(
         return Decision(Step.DROP, view.state.value)
     if view.state is RunState.READY:
         return _ready(view, expected)
-    return _running(view, expected, holder, receives, can_defer, sweep)
+    if view.holder == holder and view.lease_status in LIVE:
+        return Decision(Step.GO_ON, "repeat")
+    return _running(view, expected, receives, can_defer=can_defer, sweep=sweep)
 
 
 def _without_a_run(expected: int, runnable: bool, stored: bool, receives: int | None) -> Decision:
@@ -269,15 +271,8 @@ def _ready(view: RunView, expected: int) -> Decision:
 
 
 def _running(
-    view: RunView,
-    expected: int,
-    holder: str,
-    receives: int | None,
-    can_defer: bool,
-    sweep: float,
+    view: RunView, expected: int, receives: int | None, *, can_defer: bool, sweep: float
 ) -> Decision:
-    if view.holder == holder and view.lease_status in LIVE:
-        return Decision(Step.GO_ON, "repeat")
     if view.lease_status is LeaseStatus.SUSPECT:
         if view.grace_left > 0:
             return Decision(Step.DEFER, "suspect", view.grace_left)

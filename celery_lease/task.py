@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
@@ -20,7 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_lease import signals
 from celery_lease.application import Leasing
 from celery_lease.delivery import Admission, Delivery
-from celery_lease.errors import InvalidSetting, LeaseLost, NotSerializable
+from celery_lease.errors import InvalidSetting, LeaseLost
 from celery_lease.execution import Execution
 from celery_lease.interrupts import no_soft_limit
 from celery_lease.lease import Lease, bound, current_lease
@@ -127,7 +128,9 @@ class LeasedTask(Task):
             epoch=admitted.epoch,
             holder=admitted.holder,
         )
-        execution = Execution(leasing, self, delivery, admitted, terms, asked_at)
+        execution = Execution(
+            leasing, self, delivery=delivery, grant=admitted, terms=terms, asked_at=asked_at
+        )
         if not request.is_eager:
             return self._execute(execution, body)
         with local_heartbeat(leasing.store, admitted, self.name, terms):
@@ -157,16 +160,16 @@ class LeasedTask(Task):
             self._committed(execution, lambda: postpone(execution, retry))
             voice.outcome = states.RETRY
             raise
-        except Ignore as ignored:
+        except Ignore:
             if not execution.ended:
                 self._committed(execution, execution.finish_ignored)
-            raise ignored
+            raise
         except Reject as rejected:
             self._rejected(execution, rejected)
             raise
         except Exception as error:
             # Also a result that cannot be encoded: nothing was committed for it.
-            self._committed(execution, lambda: execution.fail(error, deliver=deliver))
+            self._committed(execution, partial(execution.fail, error, deliver=deliver))
             self._after_commit(execution.run_id, voice, states.FAILURE)
             raise
         self._after_commit(execution.run_id, voice, states.SUCCESS)
@@ -177,7 +180,7 @@ class LeasedTask(Task):
         if rejected.requeue:
             self._committed(execution, lambda: execution.hand_back("rejected"))
             raise Ignore("rejected, to be tried again")
-        self._committed(execution, lambda: execution.fail(rejected, deliver=False))
+        self._committed(execution, partial(execution.fail, rejected, deliver=False))
 
     @staticmethod
     def _committed(execution: Execution, commit: Callable[[], None]) -> None:
@@ -189,9 +192,10 @@ class LeasedTask(Task):
 
     def _after_commit(self, run_id: str, voice: Voice, outcome: str) -> None:
         """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
-        Leasing.of(self.app).until_traced.enter_context(no_soft_limit())
-        voice.outcome = outcome
         request = self.request
+        if not request.is_eager:
+            voice.until_told.enter_context(no_soft_limit())
+        voice.outcome = outcome
         fix_callback_ids(run_id, request.callbacks, "link")
         fix_callback_ids(run_id, request.errbacks, "link_error")
         if outcome == states.SUCCESS:
@@ -265,7 +269,7 @@ class LeasedTask(Task):
             leasing = Leasing.of(self.app)
             if not leasing.settings.enabled:
                 return tracer(uuid, args, kwargs, request)
-            with speaking(Voice()), leasing.until_traced:
+            with speaking(Voice()):
                 try:
                     return tracer(uuid, args, kwargs, request)
                 except Defer as exc:

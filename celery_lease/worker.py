@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import celery
 from celery import bootsteps
-from celery.signals import worker_shutdown, worker_shutting_down
+from celery.signals import worker_ready, worker_shutdown, worker_shutting_down
 
 from celery_lease.application import Leasing
 from celery_lease.board import Board
@@ -112,6 +112,7 @@ class WorkerSide:
         """Start both loops and listen for the end."""
         worker_shutting_down.connect(self._on_shutting_down, weak=False)
         worker_shutdown.connect(self._on_shutdown, weak=False)
+        worker_ready.connect(self._on_ready, weak=False)
         self._beats.start()
         self._reaps.start()
 
@@ -124,6 +125,7 @@ class WorkerSide:
         """After the drain: end the loops, settle what is left."""
         worker_shutting_down.disconnect(self._on_shutting_down)
         worker_shutdown.disconnect(self._on_shutdown)
+        worker_ready.disconnect(self._on_ready)
         self._reaps.stop()
         self._beats.stop()
         pairs = self.keeper.take_delivered()
@@ -134,6 +136,11 @@ class WorkerSide:
                 logger.warning(
                     "%d outcomes not settled, they will be replayed: %s", len(pairs), exc
                 )
+
+    def _on_ready(self, **_: Any) -> None:
+        consumer = getattr(self._worker.consumer, "task_consumer", None)
+        if consumer is not None:
+            self.visibility.introduce(consumer.channel, [q.name for q in consumer.queues])
 
     def _on_shutting_down(self, **_: Any) -> None:
         self.yield_leases()

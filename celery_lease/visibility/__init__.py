@@ -38,6 +38,9 @@ class Gone:
 class Visibility(Protocol):
     """What the heartbeat and a delivery ask of a broker."""
 
+    def introduce(self, channel: Any, queues: Sequence[str]) -> None:
+        """Look at the queues a worker consumes from and say what cannot be kept."""
+
     def hold(self, message: Any) -> Held | None:
         """What is needed to keep ``message`` hidden; None if that is not known."""
 

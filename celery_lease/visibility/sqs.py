@@ -48,6 +48,29 @@ class SQSVisibility:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
 
+    def introduce(self, channel: Any, queues: Sequence[str]) -> None:
+        """Read the real VisibilityTimeout of each queue; it need not be the app's.
+
+        kombu's ``visibility_timeout`` option counts only for queues that kombu creates.
+        """
+        if not hasattr(channel, "sqs"):
+            return
+        asked = channel.transport_options.get("visibility_timeout")
+        for name in queues:
+            held = self._hold_nothing(channel, name)
+            real = self.timeout_of(held)
+            if asked is not None and real != asked:
+                self._warn_once(
+                    f"queue {name} hides a received message for {real:g} s, not for the "
+                    f"visibility_timeout = {asked:g} s of broker_transport_options, which counts "
+                    f"only for queues that Celery creates; the heartbeat follows the {real:g} s"
+                )
+
+    def _hold_nothing(self, channel: Any, name: str) -> Held:
+        """A queue as if a message of it were held."""
+        url = channel._new_queue(name)  # noqa: SLF001 - kombu's only way from a name to a URL
+        return Held("", url, time.monotonic(), None, self._client_of(channel, name))
+
     def hold(self, message: Any) -> Held | None:
         """The receipt handle, queue and receive count of a kombu message from SQS."""
         info = message.delivery_info or {}
@@ -60,7 +83,7 @@ class SQSVisibility:
             queue=url,
             received_at=time.monotonic(),
             receives=_count(received),
-            client=self._client_for(message),
+            client=self._client_of(message.channel, info.get("routing_key")),
         )
 
     def timeout_of(self, held: Held) -> float:
@@ -84,7 +107,7 @@ class SQSVisibility:
                 QueueUrl=held.queue, AttributeNames=["VisibilityTimeout"]
             )
             return float(answer["Attributes"]["VisibilityTimeout"])
-        except Exception as exc:  # boto's errors share no base with the network's
+        except Exception as exc:  # noqa: BLE001 - boto's errors share no base with the network's
             self._warn_once(
                 f"the visibility timeout of {held.queue} cannot be read ({exc}); assuming "
                 f"{_UNKNOWN_TIMEOUT:g} s. Allow sqs:GetQueueAttributes"
@@ -123,7 +146,7 @@ class SQSVisibility:
                     for i, (held, seconds) in enumerate(batch)
                 ],
             )
-        except Exception as exc:  # boto's errors share no base with the network's
+        except Exception as exc:  # noqa: BLE001 - boto's errors share no base with the network's
             code = _code(exc)
             self._report(code, batch[0][0].queue, exc)
             answered = code is not None
@@ -151,15 +174,12 @@ class SQSVisibility:
                 held.client.change_message_visibility(
                     QueueUrl=held.queue, ReceiptHandle=held.handle, VisibilityTimeout=allowed
                 )
-            except Exception as exc:  # the message comes back by itself in any case
+            except Exception as exc:  # noqa: BLE001 - it comes back by itself in any case
                 logger.info("could not defer a message of %s: %s", held.queue, exc)
         message.channel.qos.ack(message.delivery_tag)
 
-    def _client_for(self, message: Any) -> Any:
+    def _client_of(self, channel: Any, name: str | None) -> Any:
         """A copy of kombu's client with short time-outs, made once a client."""
-        info = message.delivery_info
-        channel = message.channel
-        name = info.get("routing_key")
         queue = channel.canonical_queue_name(name) if name else None
         original = channel.sqs(queue=queue if channel.predefined_queues else None)
         with self._lock:
