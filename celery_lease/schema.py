@@ -8,6 +8,7 @@ Every time is a double: seconds since the epoch by the *database's* clock (see
 from __future__ import annotations
 
 from sqlalchemy import (
+    DDL,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -22,6 +23,7 @@ from sqlalchemy import (
     Text,
     text,
 )
+from sqlalchemy import event as event_api
 
 from celery_lease.states import LeaseStatus, RunState
 
@@ -117,7 +119,12 @@ lease = Table(
         postgresql_where=text(_SUSPECT),
         sqlite_where=text(_SUSPECT),
     ),
-    postgresql_with={"fillfactor": 70},
+)
+
+event_api.listen(
+    lease,
+    "after_create",
+    DDL(f"ALTER TABLE {lease.name} SET (fillfactor = 70)").execute_if(dialect="postgresql"),
 )
 
 stage = Table(

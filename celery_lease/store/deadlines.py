@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from celery_lease.errors import StoreUnavailable
 
@@ -80,7 +80,7 @@ class _Watch:
         self.fileno = fileno
         self.late = False
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> Self:
         if self.fileno >= 0:
             self._deadlines.add(self)
         return self

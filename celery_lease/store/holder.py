@@ -130,7 +130,10 @@ class HolderVerbs(Foundation):
         if self._in_theirs(connection, holding.CHECKPOINT, given) is None:
             self._refuse(connection, grant)
         transaction = connection.get_transaction()
-        asked = _after_progress(connection, grant, "checkpoint")
+        try:
+            asked = _after_progress(connection, grant, "checkpoint")
+        except _Refused:
+            self._refuse(connection, grant)
         return asked, lambda: transaction is None or not transaction.is_active
 
     def _joined(self, session: Any) -> Connection:
@@ -188,8 +191,10 @@ class HolderVerbs(Foundation):
             return grant.epoch
 
         def repeated(standing: Any) -> int | None:
+            # The same verb leaves the same reason; the run may have gone on since.
             same = standing.state == target and standing.epoch == grant.epoch
-            return grant.epoch if same else None
+            gone_on = target is RunState.READY and standing.epoch > grant.epoch
+            return grant.epoch if standing.reason == reason and (same or gone_on) else None
 
         return self._fenced(grant, work, repeated)
 
