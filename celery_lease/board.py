@@ -8,10 +8,12 @@ Slots are told apart by holder, so a signal that arrives late cannot hit the nex
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import struct
 import threading
 import time
+from collections.abc import Iterator
 
 __all__ = ["LOST_REASONS", "Board", "Slot"]
 
@@ -74,6 +76,16 @@ class Board:
         """Set the number at ``at`` in a slot."""
         _TRUST.pack_into(self._memory, _HEADER + index * _SLOT.size + at, value)
 
+    @contextlib.contextmanager
+    def owned(self, index: int, holder: str) -> Iterator[bool]:
+        """Whether the slot is that holder's, as long as the block lasts. Parent only.
+
+        The heartbeat may write about a delivery that the main process has just forgotten;
+        the slot may have been given to the next one since.
+        """
+        with self._lock:
+            yield self.belongs_to(index, holder)
+
     def read_byte(self, index: int, at: int) -> int:
         """The byte at ``at`` in a slot."""
         return self._memory[_HEADER + index * _SLOT.size + at]
@@ -110,7 +122,9 @@ class Slot:
 
     @trust_until.setter
     def trust_until(self, value: float) -> None:
-        self._board.write_double(self.index, _TRUST_AT, value)
+        with self._board.owned(self.index, self.holder) as owned:
+            if owned:
+                self._board.write_double(self.index, _TRUST_AT, value)
 
     @property
     def progress_at(self) -> float:
@@ -132,7 +146,9 @@ class Slot:
     def mark_lost(self, reason: str) -> None:
         """The store said that the lease is over. Parent."""
         known = reason if reason in LOST_REASONS else "reclaimed"
-        self._board.write_byte(self.index, _LOST_AT, LOST_REASONS.index(known))
+        with self._board.owned(self.index, self.holder) as owned:
+            if owned:
+                self._board.write_byte(self.index, _LOST_AT, LOST_REASONS.index(known))
 
     def _read(self, at: int) -> float:
         if not self._board.belongs_to(self.index, self.holder):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from celery_lease.application import Leasing
     from celery_lease.policy import Terms
 
-__all__ = ["REQUEST_KEY", "Admission", "Delivery", "new_holder"]
+__all__ = ["REQUEST_KEY", "Admission", "Delivery", "envelope_of", "is_unheld", "new_holder"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 REQUEST_KEY = "lease_delivery"
 
 _BUSY_DELAY = 2.0
+_BUSY_PAUSE = 0.05
 _LONGEST_WAIT = 5.0
 _TRIES = 6
 
@@ -53,6 +54,8 @@ class Delivery:
     receives: int | None = None
     received_at: float = 0.0
     can_defer: bool = False
+    #: A worker's main process keeps its lease and message.
+    attended: bool = False
     interruptible: bool = False
     slot: int | None = None
     revoked: bool = False
@@ -78,16 +81,20 @@ class Delivery:
         )
 
     @classmethod
-    def of_request(cls, request: Any) -> Delivery:
-        """The delivery that a task's request belongs to; an eager one has no message."""
+    def of_request(cls, request: Any, *, queue: str) -> Delivery:
+        """The delivery that a task's request belongs to; an eager one has no message.
+
+        ``queue`` is where an eager run goes on if its process dies.
+        """
         known = getattr(request, REQUEST_KEY, None)
         if known is not None:
             return cls(**known)
         return cls(
             run_id=request.id,
             holder=new_holder(request.hostname),
+            expected=_whole((request.headers or {}).get(EPOCH_HEADER)),
             received_at=time.monotonic(),
-            routing_key=(request.delivery_info or {}).get("routing_key") or "",
+            routing_key=(request.delivery_info or {}).get("routing_key") or queue,
             headers={"id": request.id, "task": request.task or ""},
         )
 
@@ -119,8 +126,13 @@ class Admission:
             if self._leasing.stopping:
                 self._defer("stopping", 0.0)
             try:
-                return self._admit()
-            except StoreBusy:
+                with self._leasing.interrupts.shield():
+                    return self._admit()
+            except StoreBusy as exc:
+                if not self._delivery.attended:
+                    time.sleep(_BUSY_PAUSE)
+                    continue
+                logger.warning("run=%s is deferred: %s", self._delivery.run_id, exc)
                 self._defer("busy", _BUSY_DELAY, quietly=True)
             except StoreUnavailable as exc:
                 logger.warning("run=%s waits for the lease store: %s", self._delivery.run_id, exc)
@@ -136,7 +148,9 @@ class Admission:
             if isinstance(answer, Grant):
                 return answer
             if answer.busy:
-                self._defer("busy", _BUSY_DELAY)
+                # Most often by the sender of this very trigger, which marks it as sent.
+                time.sleep(_BUSY_PAUSE * random.uniform(0.5, 1.5))  # noqa: S311 - spreads load only
+                continue
             step = self._act(answer.view, expected)
             if isinstance(step, Replay):
                 return step
@@ -147,7 +161,7 @@ class Admission:
     def _before_a_first_claim(self) -> None:
         """A revoke that only Celery knows of, or a past ``expires``, is put to the store."""
         run_id = self._delivery.run_id
-        if self._delivery.revoked:
+        if self._delivery.revoked and is_unheld(self._store.view(run_id)):
             self._store.revoke(run_id, "revoked by Celery")
         left = _seconds_until(self._request.expires)
         if left is not None and left <= 0:
@@ -289,7 +303,16 @@ def envelope_of(request: Any, delivery: Delivery) -> Envelope:
         properties=request.properties or {},
         exchange=delivery.exchange,
         routing_key=delivery.routing_key,
+        compression=delivery.headers.get("compression"),
     )
+
+
+def is_unheld(view: RunView | None) -> bool:
+    """Whether nobody works on the run, so that a revoke of Celery's may end it.
+
+    Celery itself leaves a task alone that runs already, unless it is to be terminated.
+    """
+    return view is None or view.state is RunState.READY
 
 
 def _whole(value: Any) -> int:

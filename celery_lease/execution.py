@@ -72,6 +72,9 @@ class Execution:
         self._yield_asked = False
         self._hand_off_due: Callable[[], bool] | None = None
         self._slot = self._find_slot()
+        if self._slot is not None:
+            # From here on, not from the arrival of its message, progress is waited for.
+            self._slot.progressed()
 
     def _find_slot(self) -> Slot | None:
         board = self._leasing.board
@@ -156,6 +159,10 @@ class Execution:
         self._end(lambda: self._store.hand_off(self._grant, reason), reason)
         self._send_trigger()
 
+    def release(self, reason: str) -> None:
+        """Leave the run ready for the caller, who goes on with it in this process."""
+        self._end(lambda: self._store.hand_off(self._grant, reason), reason)
+
     def postpone(self, envelope: bytes, delay: float, reason: str) -> None:
         """Leave the run ready ``delay`` seconds from now with a new envelope."""
         self._end(lambda: self._store.postpone(self._grant, envelope, delay, reason), reason)
@@ -166,7 +173,8 @@ class Execution:
         """Once a terminal commit is sent, nothing may interrupt or be taken for a loss."""
         self._raise_if_lost()
         self._leasing.interrupts.over()
-        self._ask(commit)
+        with self._shielded():
+            self._ask(commit)
         self.ended = True
         self._announce(signals.lease_released, reason)
 
@@ -241,6 +249,22 @@ class Execution:
         """Seconds for which the lease is known to be ours."""
         return self._trusted_until() - time.monotonic()
 
+    def holds(self) -> bool:
+        """Whether the lease is ours: by its trust, else by the store; no answer counts as no.
+
+        A holder that was paused must not report progress over its successor's outcome.
+        """
+        if self._slot is not None and self._slot.lost:
+            return False
+        if self.remaining() > 0:
+            return True
+        try:
+            with self._shielded():
+                self._store.check(self._grant)
+        except (LeaseLost, StoreUnavailable, StoreBusy):
+            return False
+        return True
+
     def should_yield(self) -> bool:
         """The worker is stopping, somebody asked for it, or the budget is used up."""
         age = time.monotonic() - self._delivery.received_at
@@ -278,7 +302,9 @@ class Execution:
     def _verb(self, work: Callable[[], T]) -> T:
         self._raise_if_lost()
         with self._shielded():
-            return self._ask(work)
+            answer = self._ask(work)
+        self._raise_if_lost()
+        return answer
 
     def _shielded(self) -> AbstractContextManager[None]:
         return self._leasing.interrupts.shield()

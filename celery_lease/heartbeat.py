@@ -89,8 +89,8 @@ class Heartbeat:
         running = [kept for kept in self.keeper.all() if kept.pid is not None]
         stalled = [kept for kept in running if self._stalled(kept)]
         for kept in stalled:
-            self._abandon_stalled(kept)
-        holders = {kept.holder: kept for kept in running if not kept.lost}
+            self._end_stalled(kept)
+        holders = {kept.holder: kept for kept in running if not kept.lost and kept not in stalled}
         asked_at = self._now()
         yielding = self.keeper.board.stopping
         try:
@@ -115,11 +115,14 @@ class Heartbeat:
                 kept.slot.trust_until = asked_at + kept.terms.duration
         for holder, reason in renewal.lost.items():
             self._lose(holders[holder], reason)
-        self._extend_settling(holders[holder] for holder in renewal.released)
+        # Ended by their own commit, or without a lease because they replay an outcome: if
+        # they are still here, callbacks are being sent.
+        telling = (*renewal.released, *renewal.unknown)
+        self._extend_settling(holders[holder] for holder in telling)
 
-    def _extend_settling(self, released: Iterable[Kept]) -> None:
-        """Ended by their own commit and still here: callbacks are being sent."""
-        pairs = [(kept.run_id, kept.holder) for kept in released]
+    def _extend_settling(self, telling: Iterable[Kept]) -> None:
+        """What is being told is not to be told by somebody else meanwhile."""
+        pairs = [(kept.run_id, kept.holder) for kept in telling]
         if pairs:
             with contextlib.suppress(StoreUnavailable, StoreBusy):
                 self.store.extend_settling(pairs, self._settle_in())
@@ -142,8 +145,10 @@ class Heartbeat:
         self._signal(kept, INTERRUPT_SIGNAL)
 
     def _kill_overdue(self, running: list[Kept]) -> None:
+        present = self.keeper.all()
         for kept in running:
-            if kept.kill_at <= self._now():
+            # A process whose delivery is gone may have begun another one.
+            if kept.kill_at <= self._now() and kept in present:
                 logger.error(
                     "killing pool process %s: it did not end one lease after losing run=%s",
                     kept.pid,
@@ -164,6 +169,11 @@ class Heartbeat:
             return False
         progress_at = kept.slot.progress_at
         return progress_at > 0 and self._now() - progress_at > limit
+
+    def _end_stalled(self, kept: Kept) -> None:
+        """A pool process can be interrupted; a body in this one only loses its renewals."""
+        if kept.interruptible:
+            self._abandon_stalled(kept)
 
     def _abandon_stalled(self, kept: Kept) -> None:
         try:

@@ -53,10 +53,15 @@ class Interrupts(threading.local):
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:
-        """No signal raises inside; a loss that came meanwhile is raised by ``check``."""
+        """No signal raises inside; a loss that came meanwhile is raised by ``check``.
+
+        A soft time limit that came meanwhile is raised at the end: inside, it would leave
+        a connection of the store in the middle of a statement.
+        """
         self._shields += 1
         try:
-            yield
+            with _soft_limit_put_off():
+                yield
         finally:
             self._shields -= 1
 
@@ -78,6 +83,23 @@ class Interrupts(threading.local):
     def _lose(self, slot: Slot) -> None:
         self._slot = None
         raise LeaseLost(slot.lost or "reclaimed", *self._run)
+
+
+@contextlib.contextmanager
+def _soft_limit_put_off() -> Iterator[None]:
+    handler = signal.getsignal(_SOFT_LIMIT_SIGNAL)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    arrived: list[tuple[int, Any]] = []
+    # Not by the thread's mask: another thread of the process would take the signal.
+    signal.signal(_SOFT_LIMIT_SIGNAL, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(_SOFT_LIMIT_SIGNAL, handler)
+        if arrived:
+            handler(*arrived[0])
 
 
 @contextlib.contextmanager

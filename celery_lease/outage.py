@@ -24,6 +24,9 @@ class Outage:
     def tell(self, reachable: bool) -> None:
         """Take in what a loop has seen; the first failure stops consuming."""
         with self._lock:
+            if not reachable and self.on:
+                # The consumer may be a new one, after its connection to the broker was lost.
+                self._in_main_loop(self._pause)
             if reachable == (not self.on):
                 return
             if reachable and not self._probe():

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_lease.trigger import Envelope
+from celery_lease.trigger import EPOCH_HEADER, Envelope
 
 if TYPE_CHECKING:
+    from celery.exceptions import Retry
+
     from celery_lease.execution import Execution
 
 __all__ = ["Catcher", "captured_retry", "caught_by", "postpone"]
@@ -50,9 +52,13 @@ class Catcher:
         serializer: str,
         exchange: Any = "",
         routing_key: str = "",
+        compression: str | None = None,
         **properties: Any,
     ) -> None:
         """Keep the message as an envelope and its ETA as a delay."""
+        if isinstance(body, Mapping):  # Celery's message protocol 1 has all in its body
+            headers = {**body, **headers}
+            body = body["args"], body["kwargs"], body
         args, kwargs, embed = body
         self.delay = _delay(headers.get("eta"))
         self.envelope = Envelope.pack(
@@ -64,6 +70,7 @@ class Catcher:
             properties=properties,
             exchange=str(getattr(exchange, "name", exchange) or ""),
             routing_key=routing_key,
+            compression=compression,
         )
 
 
@@ -86,10 +93,17 @@ def caught_by() -> Catcher | None:
     return _CATCHER.get()
 
 
-def postpone(execution: Execution, catcher: Catcher) -> None:
-    """Commit the caught retry; without one the message could not be built, and it fails."""
+def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
+    """Commit the caught retry.
+
+    An eager one has no message: Celery goes on with its signature, under the next epoch.
+    """
     if catcher.envelope is not None:
         execution.postpone(catcher.envelope.dump(), catcher.delay, "retry")
+    elif retry.is_eager and retry.sig is not None:
+        options = retry.sig.options
+        options["headers"] = {**(options.get("headers") or {}), EPOCH_HEADER: execution.epoch}
+        execution.release("retry")
 
 
 def _delay(eta: Any) -> float:

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from celery_lease.errors import LeaseError
+from celery_lease.errors import LeaseError, StoreBusy
 from celery_lease.store import Store
 
 __all__ = ["Reaped", "Reaper"]
@@ -20,6 +20,7 @@ __all__ = ["Reaped", "Reaper"]
 logger = logging.getLogger(__name__)
 
 _RESENDS = 100
+_FAILURES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,22 @@ class Reaper:
         )
 
     def send_due(self) -> int:
-        """Send the triggers that are due; a broker that fails ends the batch."""
-        sent = 0
+        """Send the triggers that are due; a broker that keeps failing ends the batch.
+
+        One failure may be the trigger's own fault, and must not hold up the others.
+        """
+        sent = failed = 0
         for run_id, epoch in self.store.due(_RESENDS):
             try:
                 sent += self._send(run_id, epoch)
+                failed = 0
             except LeaseError:
                 raise
             except Exception as exc:  # noqa: BLE001 - a broker's errors share no base class
-                logger.warning("trigger of run=%s not sent, the next pass tries: %s", run_id, exc)
-                break
+                logger.warning("trigger of run=%s not sent, a later pass tries: %s", run_id, exc)
+                failed += 1
+                if failed == _FAILURES:
+                    break
         return sent
 
     def pass_and_wait(self) -> float:
@@ -84,7 +91,7 @@ class Reaper:
             self.run_once()
         except LeaseError as exc:
             logger.warning("reaper: this pass was cut short: %s", exc)
-            self._on_store(False)
+            self._on_store(isinstance(exc, StoreBusy))
         else:
             self._on_store(True)
         return self.interval * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load only

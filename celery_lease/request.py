@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states
 from celery.exceptions import Ignore, Reject, Retry
+from celery.utils.functional import maybe_list
 from celery.worker import state as worker_state
 from celery.worker.request import Request
 
 from celery_lease.application import Leasing
-from celery_lease.delivery import REQUEST_KEY, Delivery, envelope_of, new_holder
-from celery_lease.errors import StoreBusy, StoreUnavailable
+from celery_lease.delivery import REQUEST_KEY, Delivery, envelope_of, is_unheld, new_holder
 from celery_lease.outcomes import encode_failure
-from celery_lease.results import Defer, Voice, speaking
+from celery_lease.results import Defer, Told, Voice, speaking
 from celery_lease.states import LIVE
 from celery_lease.store import Grant
 
@@ -41,6 +42,7 @@ class LeasedRequest(Request):
         super().__init__(message, **options)
         self._settles = False
         self._handled = False
+        self._returned = False
         self.acknowledged = False
         leasing = Leasing.of(self._app)
         worker = leasing.worker if leasing.settings.enabled else None
@@ -59,6 +61,7 @@ class LeasedRequest(Request):
             receives=held.receives if held else None,
             received_at=time.monotonic(),
             can_defer=held is not None,
+            attended=True,
             interruptible=worker.forks,
             slot=slot.index if slot else None,
             node=self._hostname,
@@ -73,16 +76,33 @@ class LeasedRequest(Request):
         """Never decides: what Celery knows of is passed on, and the claim decides."""
         if self._side is None:
             return bool(super().revoked())
-        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {
-            "revoked": self.id in worker_state.revoked
-        }
+        known = self.id in worker_state.revoked or self._revoked_by_stamp()
+        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {"revoked": known}
         return False
+
+    def _revoked_by_stamp(self) -> bool:
+        revoked = worker_state.revoked_stamps
+        return any(
+            value in maybe_list(revoked[stamp])
+            for stamp in self.stamped_headers
+            if stamp in revoked
+            for value in maybe_list(self.stamps.get(stamp)) or ()
+        )
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """The pool has taken it: its lease is renewed from now on."""
         super().on_accepted(pid, time_accepted)
         if self._side is not None:
             self._side.accepted(self._holder, pid)
+
+    def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> None:
+        """A cold shutdown: the child is killed and its run abandoned.
+
+        A body in this very process cannot be killed, and must not fail for it: it hands off
+        at its next checkpoint.
+        """
+        if self._side is None or self._side.forks:
+            super().cancel(pool, *args, **kwargs)
 
     # -- what became of it --------------------------------------------------------------
 
@@ -97,15 +117,17 @@ class LeasedRequest(Request):
         if isinstance(exc, Defer):
             return self._defer(exc.delay)
         if isinstance(exc, Ignore | Reject | Retry):
-            self._settles = False
+            self._settles = isinstance(exc, Told)
+            return super().on_failure(exc_info, send_failed_event, return_ok)
+        if return_ok and not isinstance(exc, WorkerLostError | SystemExit | KeyboardInterrupt):
+            # The child has committed this failure and reported it; it may be the replay of
+            # an outcome that a parent process recorded.
             return super().on_failure(exc_info, send_failed_event, return_ok)
         if isinstance(exc, TimeLimitExceeded):
             return self._hard_limit(exc_info, exc)
-        if isinstance(exc, Terminated):
-            return self._terminated(exc_info)
-        if return_ok and not isinstance(exc, WorkerLostError | SystemExit | KeyboardInterrupt):
-            # The child has committed this failure and reported it.
-            return super().on_failure(exc_info, send_failed_event, return_ok)
+        if isinstance(exc, Terminated) and not self._already_cancelled:
+            # Calls ``_announce_revoked``, which asks the store first.
+            return super().on_failure(exc_info)
         return self._child_died(exc)
 
     def on_timeout(self, soft: bool, timeout: float) -> None:
@@ -127,9 +149,14 @@ class LeasedRequest(Request):
         super().acknowledge()
 
     def reject(self, requeue: bool = False) -> None:
-        """Give the message back to the broker."""
+        """Give the message back to the broker, or leave it to its dead-letter queue."""
         if self._side is not None and not self.acknowledged:
             self._side.forget(self._holder)
+            if self._settles:
+                # The outcome was told, perhaps by a replay: the message has nothing to bring.
+                requeue = False
+                self._side.delivered(self._delivery.run_id, self._holder)
+        self._returned = self._returned or requeue
         super().reject(requeue)
 
     def _defer(self, delay: float) -> None:
@@ -156,7 +183,7 @@ class LeasedRequest(Request):
         logger.error("the pool process of %s[%s] is gone: %r", self.name, self.id, exc)
         try:
             self._abandon(f"child died: {exc}")
-        except (StoreUnavailable, StoreBusy) as unknown:
+        except Exception as unknown:  # noqa: BLE001 - it would end the worker
             # Nothing was written: the message stays, and so does the lease until it expires.
             logger.warning("run=%s not abandoned: %s", self._delivery.run_id, unknown)
             self._defer(_RETRY_DELAY)
@@ -198,7 +225,10 @@ class LeasedRequest(Request):
         deliver = self._task.has_to_deliver(self._context)
         try:
             ended = self._side.store.of_holder(self._holder)
-            accepted = ended is not None and self._side.store.give_up(
+            if ended is None:
+                # It waited for the store, or for its turn: the run has not begun.
+                return self._child_died(exc)
+            accepted = self._side.store.give_up(
                 ended.run_id,
                 ended.epoch,
                 self._holder,
@@ -207,27 +237,66 @@ class LeasedRequest(Request):
                 deliver=deliver,
                 settle_in=self._terms.settle_timeout,
             )
-        except (StoreUnavailable, StoreBusy) as unknown:
+        except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not failed: %s", self._delivery.run_id, unknown)
             return self._defer(_RETRY_DELAY)
         if not accepted:
             return self._let_go()
-        with speaking(Voice(claimed=True, outcome=states.FAILURE)):
-            return super().on_failure(exc_info, return_ok=False)
+        report = super().on_failure
+        self._tell(states.FAILURE, lambda: report(exc_info, return_ok=False))
+        return self._call_hooks(exc_info, exc)
 
-    def _terminated(self, exc_info: Any) -> Any:
-        assert self._side is not None
+    def _call_hooks(self, exc_info: Any, exc: BaseException) -> None:
+        """The task's own, which its child did not live to call."""
         try:
-            accepted = self._side.store.revoke(
-                self._delivery.run_id, "terminated", holder=self._holder
-            )
-        except (StoreUnavailable, StoreBusy) as unknown:
+            self._task.on_failure(exc, self.id, self.args, self.kwargs, exc_info)
+            self._task.after_return(states.FAILURE, exc, self.id, self.args, self.kwargs, None)
+        except Exception:
+            logger.exception("a hook of %s[%s] failed", self.name, self.id)
+
+    def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> Any:
+        """Celery has terminated the child: REVOKED is told only if the store agrees."""
+        report = super()._announce_revoked
+        if self._side is None:
+            return report(reason, terminated, signum, expired)
+        try:
+            accepted = self._revoke(reason)
+        except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not revoked: %s", self._delivery.run_id, unknown)
             return self._defer(_RETRY_DELAY)
         if not accepted:
             return self._let_go()
-        with speaking(Voice(claimed=True, outcome=states.REVOKED)):
-            return super().on_failure(exc_info)
+        return self._tell(states.REVOKED, lambda: report(reason, terminated, signum, expired))
+
+    def _revoke(self, reason: str) -> bool:
+        assert self._side is not None
+        store, run_id = self._side.store, self._delivery.run_id
+        if store.of_holder(self._holder) is not None:
+            return store.revoke(run_id, reason, holder=self._holder)
+        return store.revoke(run_id, reason) if is_unheld(store.view(run_id)) else False
+
+    def _announce_cancelled(self, *args: Any, **kwargs: Any) -> Any:
+        """The child is killed and the run goes on elsewhere, which is no RETRY of Celery's."""
+        report = super()._announce_cancelled
+        if self._side is None:
+            return report(*args, **kwargs)
+        with speaking(Voice(task_id=self.id)):
+            return report(*args, **kwargs)
+
+    def _tell(self, outcome: str, report: Callable[[], Any]) -> None:
+        """Report a committed outcome; what cannot be told now is replayed."""
+        assert self._side is not None
+        self._settles = False
+        try:
+            with speaking(Voice(claimed=True, outcome=outcome, task_id=self.id)):
+                report()
+        except Exception:
+            logger.exception("the outcome of run=%s is told later", self._delivery.run_id)
+            self.acknowledge()
+        else:
+            # Celery tells nobody of a message that it gives back: it comes to a replay.
+            if not self._returned:
+                self._side.delivered(self._delivery.run_id, self._holder)
 
     def _let_go(self) -> None:
         worker_state.task_ready(self)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from celery import states
-from celery.exceptions import Reject
+from celery.exceptions import Ignore, Reject
 
-__all__ = ["Defer", "LeasedBackend", "Voice", "speaking", "voice_of"]
+__all__ = ["Defer", "LeasedBackend", "Told", "Voice", "speaking", "until_claimed", "voice_of"]
 
 
 class Defer(Reject):
@@ -28,6 +29,10 @@ class Defer(Reject):
         return type(self), (self.delay, self.reason)
 
 
+class Told(Ignore):
+    """The outcome was told to the backend already: Celery only lets the message go."""
+
+
 @dataclass(slots=True)
 class Voice:
     """What this execution may say to the result backend.
@@ -38,6 +43,12 @@ class Voice:
 
     claimed: bool = False
     outcome: str | None = None
+    #: Whose states it holds back; None: any task's. A body may run another one eagerly.
+    task_id: str | None = None
+    #: Whether the lease is still ours, as far as can be known.
+    holds: Callable[[], bool] = lambda: True
+    #: Celery's ``before_start``, put off until the claim.
+    before_start: Callable[[], Any] | None = None
     #: What must be undone when Celery is done with this execution.
     until_told: ExitStack = field(default_factory=ExitStack)
 
@@ -45,7 +56,11 @@ class Voice:
         """Whether ``state`` may be stored now."""
         if self.outcome is not None:
             return state == self.outcome
-        return self.claimed and state not in states.READY_STATES
+        return self.claimed and state not in states.READY_STATES and self.holds()
+
+    def is_about(self, task_id: str | None) -> bool:
+        """Whether it holds back what is said about this task."""
+        return self.task_id is None or self.task_id == task_id
 
 
 _VOICE: ContextVar[Voice | None] = ContextVar("celery_lease_voice", default=None)
@@ -62,9 +77,24 @@ def speaking(voice: Voice) -> Iterator[Voice]:
         _VOICE.reset(token)
 
 
-def voice_of() -> Voice:
+def voice_of(task_id: str | None) -> Voice:
     """What the execution here may say; an eager one, with no tracer of ours, may say all."""
-    return _VOICE.get() or Voice()
+    voice = _VOICE.get()
+    return voice if voice is not None and voice.is_about(task_id) else Voice()
+
+
+def until_claimed(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``before_start`` that waits for the claim: a duplicate must not be prepared for."""
+
+    @functools.wraps(hook)
+    def before_start(task: Any, task_id: str, *args: Any, **kwargs: Any) -> Any:
+        voice = _VOICE.get()
+        if voice is None or voice.claimed or not voice.is_about(task_id):
+            return hook(task, task_id, *args, **kwargs)
+        voice.before_start = functools.partial(hook, task, task_id, *args, **kwargs)
+        return None
+
+    return before_start
 
 
 class LeasedBackend:
@@ -79,11 +109,13 @@ class LeasedBackend:
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_backend":  # not there yet: it is being copied
+            raise AttributeError(name)
         return getattr(self._backend, name)
 
     def store_result(self, task_id: str, result: Any, state: str, *args: Any, **kw: Any) -> Any:
         """Store ``state`` if this execution may say it."""
-        if self._silenced(state):
+        if self._silenced(task_id, state):
             return result
         return self._backend.store_result(task_id, result, state, *args, **kw)
 
@@ -100,38 +132,38 @@ class LeasedBackend:
         state: str = states.SUCCESS,
     ) -> Any:
         """Store the result and tell the chord, if that is the outcome."""
-        if not self._silenced(state):
+        if not self._silenced(task_id, state):
             return self._backend.mark_as_done(task_id, result, request, store_result, state)
         return None
 
     def mark_as_failure(self, task_id: str, exc: BaseException, *args: Any, **kw: Any) -> Any:
         """Store the failure, tell the chord and call the errbacks, if that is the outcome."""
-        if not self._silenced(kw.get("state", states.FAILURE)):
+        if not self._silenced(task_id, kw.get("state", states.FAILURE)):
             return self._backend.mark_as_failure(task_id, exc, *args, **kw)
         return None
 
     def mark_as_revoked(self, task_id: str, *args: Any, **kw: Any) -> Any:
         """Store REVOKED and tell the chord, if that is the outcome."""
-        if not self._silenced(kw.get("state", states.REVOKED)):
+        if not self._silenced(task_id, kw.get("state", states.REVOKED)):
             return self._backend.mark_as_revoked(task_id, *args, **kw)
         return None
 
     def mark_as_retry(self, task_id: str, exc: BaseException, *args: Any, **kw: Any) -> Any:
         """Store RETRY if this execution postponed its run."""
-        if not self._silenced(kw.get("state", states.RETRY)):
+        if not self._silenced(task_id, kw.get("state", states.RETRY)):
             return self._backend.mark_as_retry(task_id, exc, *args, **kw)
         return None
 
     def on_chord_part_return(self, request: Any, state: str, result: Any, **kw: Any) -> Any:
         """Tell the chord, if that is the outcome."""
-        if not self._silenced(state):
+        if not self._silenced(getattr(request, "id", None), state):
             return self._backend.on_chord_part_return(request, state, result, **kw)
         return None
 
     @staticmethod
-    def _silenced(state: str) -> bool:
+    def _silenced(task_id: str | None, state: str) -> bool:
         voice = _VOICE.get()
-        if voice is None or voice.may_say(state):
+        if voice is None or not voice.is_about(task_id) or voice.may_say(state):
             return False
         if voice.outcome is not None and state in states.READY_STATES:
             raise Defer(0.0, f"{state} would contradict the outcome {voice.outcome}")

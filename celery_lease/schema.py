@@ -81,7 +81,7 @@ run = Table(
     ),
     Index(
         _PREFIX + "run_unfinished",
-        "state",
+        "run_id",
         postgresql_where=text("finished_at IS NULL"),
         sqlite_where=text("finished_at IS NULL"),
     ),
@@ -124,7 +124,9 @@ lease = Table(
 event_api.listen(
     lease,
     "after_create",
-    DDL(f"ALTER TABLE {lease.name} SET (fillfactor = 70)").execute_if(dialect="postgresql"),
+    DDL(  # type: ignore[no-untyped-call]
+        f"ALTER TABLE {lease.name} SET (fillfactor = 70)"
+    ).execute_if(dialect="postgresql"),
 )
 
 stage = Table(

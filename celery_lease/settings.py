@@ -239,6 +239,8 @@ def _given(conf: Mapping[str, Any], namespace: str) -> dict[str, Any]:
     lead = f"{namespace}_".lower() if namespace else ""
     given: dict[str, Any] = {}
     for key in _keys(conf):
+        if lead and key.isupper() and not key.lower().startswith(lead):
+            continue  # a setting of the project's own: LEASE_… is ours as CELERY_LEASE_… only
         name = key.lower().removeprefix(lead)
         if name.startswith(PREFIX):
             given[name.removeprefix(PREFIX)] = conf[key]

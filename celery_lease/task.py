@@ -6,6 +6,7 @@ The class adds the worker's side by itself when the task is registered.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
 from celery import Task, states
-from celery.app.trace import REJECTED, TraceInfo, trace_ok_t
+from celery.app.trace import FAILURE, REJECTED, TraceInfo, trace_ok_t
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -29,7 +30,15 @@ from celery_lease.local import MemoryBacking, local_heartbeat
 from celery_lease.outcomes import recorded
 from celery_lease.policy import LeasePolicy
 from celery_lease.postpone import captured_retry, caught_by, postpone
-from celery_lease.results import Defer, LeasedBackend, Voice, speaking, voice_of
+from celery_lease.results import (
+    Defer,
+    LeasedBackend,
+    Told,
+    Voice,
+    speaking,
+    until_claimed,
+    voice_of,
+)
 from celery_lease.states import RunState
 from celery_lease.store import Replay
 from celery_lease.trigger import Envelope, fix_callback_ids
@@ -39,8 +48,14 @@ if TYPE_CHECKING:
 
 __all__ = ["LeasedTask"]
 
+logger = logging.getLogger(__name__)
+
+#: Seconds until a message comes back whose run could not be claimed, for no reason we know.
+_UNCLAIMED_DELAY = 10.0
 #: A lease means nothing if the message is gone before the work is done.
 _REQUIRED = ("acks_late", "reject_on_worker_lost")
+#: A request whose body is being executed; a call of the task inside it is a plain call.
+_ENTERED = "_leased_execution"
 _CELERY_STATES = {
     RunState.SUCCEEDED: states.SUCCESS,
     RunState.FAILED: states.FAILURE,
@@ -74,26 +89,39 @@ class LeasedTask(Task):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in _REQUIRED:
-            if name in cls.__dict__ and not cls.__dict__[name]:
-                raise InvalidSetting(
-                    f"{cls.__name__}.{name} = {cls.__dict__[name]!r}: a leased task keeps its "
-                    f"message until the run has ended; leave {name} out"
-                )
+        cls._refuse_early_acknowledgement()
         policy = cls.__dict__.get("lease_policy")
         if policy is not None and not isinstance(policy, LeasePolicy):
             raise InvalidSetting(
                 f"{cls.__name__}.lease_policy = {policy!r}: give a LeasePolicy, "
                 "for example LeasePolicy.long()"
             )
+        if "acks_on_failure_or_timeout" in cls.__dict__:
+            # One attribute for both, before Celery 5.7.
+            for name in ("acks_on_failure", "acks_on_timeout"):
+                if name not in cls.__dict__:
+                    setattr(cls, name, cls.acks_on_failure_or_timeout)
+        if cls.before_start is not Task.before_start:
+            cls.before_start = until_claimed(cls.before_start)
+
+    @classmethod
+    def _refuse_early_acknowledgement(cls) -> None:
+        for name in _REQUIRED:
+            if not getattr(cls, name):
+                raise InvalidSetting(
+                    f"{cls.__name__}.{name} = {getattr(cls, name)!r}: a leased task keeps its "
+                    f"message until the run has ended; leave {name} out"
+                )
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
         """Check the policy and add the worker's side; Celery calls this for each task."""
-        from celery_lease.worker import LeaseStep  # noqa: PLC0415 - only workers need it
+        from celery_lease.worker import LeaseConsumerStep, LeaseStep  # noqa: PLC0415 - workers' own
 
+        cls._refuse_early_acknowledgement()  # annotations have been applied by now
         Leasing.of(app).terms(cls.lease_policy)
         app.steps["worker"].add(LeaseStep)
+        app.steps["consumer"].add(LeaseConsumerStep)
 
     # -- for the body -------------------------------------------------------------------
 
@@ -109,10 +137,16 @@ class LeasedTask(Task):
         body = self._body(args, kwargs)
         request = self.request
         leasing = Leasing.of(self.app)
-        if request.called_directly or request.id is None or not leasing.settings.enabled:
+        if request.called_directly or request.id is None or vars(request).get(_ENTERED):
+            # A function call, perhaps from the task's own body: it gets a request of its own.
+            request._protected = 1  # noqa: SLF001 - what Celery looks at
+            with bound(Lease(MemoryBacking(None, lambda: leasing.values))):
+                return super().__call__(*args, **kwargs)
+        setattr(request, _ENTERED, True)
+        if not leasing.settings.enabled:
             with bound(Lease(MemoryBacking(request.id, lambda: leasing.values))):
                 return body()
-        delivery = Delivery.of_request(request)
+        delivery = Delivery.of_request(request, queue=self.app.conf.task_default_queue)
         forget_lease_headers(request)
         terms = leasing.terms(self.lease_policy)
         if delivery.interruptible:
@@ -131,7 +165,7 @@ class LeasedTask(Task):
         execution = Execution(
             leasing, self, delivery=delivery, grant=admitted, terms=terms, asked_at=asked_at
         )
-        if not request.is_eager:
+        if delivery.attended:
             return self._execute(execution, body)
         with local_heartbeat(leasing.store, admitted, self.name, terms):
             return self._execute(execution, body)
@@ -144,20 +178,27 @@ class LeasedTask(Task):
         return lambda: call(*args, **kwargs)
 
     def _execute(self, execution: Execution, body: Callable[[], Any]) -> Any:
-        voice = voice_of()
+        voice = voice_of(self.request.id)
         voice.claimed = True
+        voice.holds = execution.holds
         self._say_started(self.request)
         deliver = self.has_to_deliver(self.request)
+
+        def prepared_body() -> Any:
+            if voice.before_start is not None:
+                voice.before_start()
+            return body()
+
         try:
             with captured_retry() as retry:
-                value = execution.run(body)
+                value = execution.run(prepared_body)
             if retry.envelope is not None:
                 raise Retry("retry(throw=False)")
             self._committed(execution, lambda: execution.complete(value, deliver=deliver))
         except Defer:
             raise
-        except Retry:
-            self._committed(execution, lambda: postpone(execution, retry))
+        except Retry as again:
+            self._committed(execution, partial(postpone, execution, retry, again))
             voice.outcome = states.RETRY
             raise
         except Ignore:
@@ -182,9 +223,13 @@ class LeasedTask(Task):
             raise Ignore("rejected, to be tried again")
         self._committed(execution, partial(execution.fail, rejected, deliver=False))
 
-    @staticmethod
-    def _committed(execution: Execution, commit: Callable[[], None]) -> None:
-        """Commit, or tell Celery that the lease is lost."""
+    def _committed(self, execution: Execution, commit: Callable[[], None]) -> None:
+        """Commit, or tell Celery that the lease is lost.
+
+        A soft time limit comes too late from here on.
+        """
+        if not self.request.is_eager:
+            voice_of(self.request.id).until_told.enter_context(no_soft_limit())
         try:
             commit()
         except LeaseLost as lost:
@@ -193,8 +238,6 @@ class LeasedTask(Task):
     def _after_commit(self, run_id: str, voice: Voice, outcome: str) -> None:
         """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
         request = self.request
-        if not request.is_eager:
-            voice.until_told.enter_context(no_soft_limit())
         voice.outcome = outcome
         fix_callback_ids(run_id, request.callbacks, "link")
         fix_callback_ids(run_id, request.errbacks, "link_error")
@@ -211,14 +254,16 @@ class LeasedTask(Task):
             for name in ("callbacks", "errbacks", "chain", "chord"):
                 setattr(request, name, embed.get(name))
         outcome = recorded(leasing.results, self.app.backend, replay)
-        voice = voice_of()
+        voice = voice_of(request.id)
+        if not request.is_eager:
+            voice.until_told.enter_context(no_soft_limit())
         self._after_commit(delivery.run_id, voice, _CELERY_STATES[outcome.state])
         if outcome.state is RunState.SUCCEEDED:
             return outcome.value
         assert outcome.error is not None
         if outcome.state is RunState.REVOKED:
             self._tell_revoked(request, outcome.error)
-            raise Ignore(str(outcome.error))
+            raise Told(str(outcome.error))
         raise outcome.error
 
     def _tell_revoked(self, request: Any, error: BaseException) -> None:
@@ -269,13 +314,18 @@ class LeasedTask(Task):
             leasing = Leasing.of(self.app)
             if not leasing.settings.enabled:
                 return tracer(uuid, args, kwargs, request)
-            with speaking(Voice()):
+            with speaking(Voice(task_id=uuid)) as voice:
                 try:
-                    return tracer(uuid, args, kwargs, request)
+                    traced = tracer(uuid, args, kwargs, request)
+                    if voice.outcome is None and getattr(traced.info, "state", "") == FAILURE:
+                        raise Defer(_UNCLAIMED_DELAY, "unexpected") from traced.info.retval
                 except Defer as exc:
-                    # Raised by the backend: on some pools it would end the worker.
+                    # On some pools it would end the worker.
+                    if exc.__cause__ is not None:
+                        logger.error("run=%s has not begun, its message stays", uuid, exc_info=exc)
                     info = ExceptionInfo(internal=True)
                     return trace_ok_t(info, TraceInfo(REJECTED, exc), 0.0, None)
+                return traced
 
         return trace
 

@@ -11,7 +11,7 @@ import base64
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ _PREFIX = "lease_"
 
 #: Headers that belong to one sending, not to the run.
 _OF_ONE_SENDING = {"eta", "expires", "compression", "delivery_info", "lease_delivery"}
+#: What a message of Celery's protocol 1 has beside its headers; the envelope's body has it.
+_OF_THE_BODY = {"args", "kwargs", "callbacks", "errbacks", "chain", "chord", "properties"}
 _PROPERTIES = ("correlation_id", "reply_to", "priority", "MessageGroupId")
 _EMBEDDED = ("callbacks", "errbacks", "chain", "chord")
 
@@ -59,6 +61,8 @@ class Envelope:
     exchange: str
     routing_key: str
     properties: Mapping[str, Any] = field(default_factory=dict)
+    #: As the first message was compressed: its size may be near the broker's limit.
+    compression: str | None = None
 
     @classmethod
     def pack(
@@ -72,6 +76,7 @@ class Envelope:
         properties: Mapping[str, Any],
         exchange: str,
         routing_key: str,
+        compression: str | None = None,
     ) -> Envelope:
         """The envelope of a delivery, serialized as its message was.
 
@@ -93,13 +98,14 @@ class Envelope:
             headers={
                 name: value
                 for name, value in headers.items()
-                if name not in _OF_ONE_SENDING and not name.startswith(_PREFIX)
+                if name not in _OF_ONE_SENDING | _OF_THE_BODY and not name.startswith(_PREFIX)
             },
             exchange=exchange,
             routing_key=routing_key,
             properties={
                 name: properties[name] for name in _PROPERTIES if properties.get(name) is not None
             },
+            compression=compression,
         )
 
     def dump(self) -> bytes:
@@ -108,8 +114,10 @@ class Envelope:
 
     @classmethod
     def load(cls, blob: bytes) -> Envelope:
-        """What ``dump`` wrote."""
-        return cls(**json.loads(bytes(blob).decode()))
+        """What ``dump`` wrote; keys of newer releases are ignored."""
+        known = {one.name for one in fields(cls)}
+        given = json.loads(bytes(blob).decode())
+        return cls(**{name: value for name, value in given.items() if name in known})
 
     def unpack(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
         """(args, kwargs, embed) as the task's message had them."""
@@ -136,6 +144,7 @@ class Envelope:
             "headers": headers,
             "exchange": self.exchange,
             "routing_key": self.routing_key,
+            "compression": self.compression,
             **properties,
         }
 

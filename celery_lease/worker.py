@@ -17,12 +17,13 @@ from celery.signals import worker_ready, worker_shutdown, worker_shutting_down
 
 from celery_lease.application import Leasing
 from celery_lease.board import Board
-from celery_lease.errors import InvalidSetting, LeaseError, StoreUnavailable
+from celery_lease.errors import InvalidSetting, LeaseError, StoreBusy, StoreUnavailable
 from celery_lease.heartbeat import Heartbeat
 from celery_lease.keeper import Keeper, Kept
 from celery_lease.loop import Loop
 from celery_lease.outage import Outage
 from celery_lease.reaper import Reaper
+from celery_lease.results import Defer
 from celery_lease.visibility import Held, Visibility
 from celery_lease.visibility.sqs import SQSVisibility
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from celery_lease.policy import Terms
     from celery_lease.store import Store
 
-__all__ = ["LeaseStep", "WorkerSide"]
+__all__ = ["LeaseConsumerStep", "LeaseStep", "WorkerSide"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,12 @@ class WorkerSide:
     def forget(self, holder: str) -> None:
         """Nothing more is asked about this delivery's message."""
         self.keeper.forget(holder)
+
+    def disconnected(self) -> None:
+        """The connection to the broker is given up, and with it what waited for the pool."""
+        for kept in self.keeper.all():
+            if kept.pid is None:
+                self.keeper.forget(kept.holder)
 
     def delivered(self, run_id: str, holder: str) -> None:
         """The outcome of this run was reported."""
@@ -176,9 +183,30 @@ class WorkerSide:
     def _probe(self) -> bool:
         try:
             self.store.due(1)
-        except StoreUnavailable:
+        except StoreBusy:
+            return True
+        except LeaseError:
             return False
         return True
+
+
+class LeaseConsumerStep(bootsteps.StartStopStep):
+    """Tells the worker's side when its connection to the broker is given up.
+
+    Celery throws away what the pool has not begun then, since it cannot be acknowledged
+    any more: the broker delivers it again, if nobody goes on hiding it.
+    """
+
+    requires = frozenset({"celery.worker.consumer.tasks:Tasks"})
+
+    def start(self, consumer: Any) -> None:
+        """Nothing: a delivery is kept from its arrival."""
+
+    def stop(self, consumer: Any) -> None:
+        """Forget the deliveries that Celery has forgotten; those in the pool go on."""
+        leasing = Leasing.of(consumer.app)
+        if leasing.worker is not None and not leasing.stopping:
+            leasing.worker.disconnected()
 
 
 class LeaseStep(bootsteps.StartStopStep):
@@ -197,6 +225,8 @@ class LeaseStep(bootsteps.StartStopStep):
         if not self.enabled:
             return
         _refuse_what_cannot_work(worker)
+        # Before the fork, so that it holds in pool children too.
+        logging.getLogger("celery.app.trace").addFilter(_not_a_deferral)
         self._leasing = leasing
         leasing.worker = WorkerSide(leasing, worker)
 
@@ -211,6 +241,8 @@ class LeaseStep(bootsteps.StartStopStep):
         assert side is not None
         try:
             side.store.due(1)
+        except StoreBusy:
+            pass  # another worker makes its tables at this moment
         except StoreUnavailable as exc:
             logger.error("the lease store is away, nothing runs until it is back: %s", exc)
             side.outage.tell(False)
@@ -224,6 +256,11 @@ class LeaseStep(bootsteps.StartStopStep):
     def terminate(self, worker: Any) -> None:
         """A cold shutdown: no commit can follow, so the loops end with the process."""
         self.stop(worker)
+
+
+def _not_a_deferral(record: logging.LogRecord) -> bool:
+    """A deferral is routine and has its own line; Celery would warn with a traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], Defer))
 
 
 def _refuse_what_cannot_work(worker: Any) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "RELEASE",
     "STAGES",
     "STAGE_DONE",
+    "STAGE_KNOWN",
     "STAGE_SAVE",
 ]
 
@@ -70,6 +71,7 @@ LEASE_FLAGS = select(lease.c.status, lease.c.yield_requested).where(
     lease.c.run_id == p("run_id"), lease.c.epoch == p("epoch")
 )
 
+STAGE_KNOWN = select(stage.c.name).where(stage.c.run_id == p("run_id"), stage.c.name == p("name"))
 STAGES = select(stage.c.name, stage.c.result).where(stage.c.run_id == p("run_id"))
 
 #: A stage that was saved is new progress.
@@ -134,10 +136,11 @@ RELEASE = (
 def _end_in_one() -> Any:
     """Outcome and release as one statement (PostgreSQL).
 
-    Right under READ COMMITTED because the lease row is reached through the run row that the
-    same statement has just updated, and only a renewal can touch it meanwhile.
+    Right under READ COMMITTED because the run row is updated first, and only a renewal can
+    touch its live lease meanwhile. A run without one is left as it is.
     """
-    ended = OUTCOME.cte("ended")
+    alive = select(lease.c.run_id).where(its_lease()).exists()
+    ended = OUTCOME.where(alive).cte("ended")
     before = lease.alias("before")
     # By its key, not through `ended` alone: the planner would scan the index of live leases.
     released = (

@@ -24,10 +24,10 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from celery_lease.schema import event, lease, run
 from celery_lease.statements.clock import at_start, due, now
-from celery_lease.statements.guards import ACTIVE, SUSPECT, live
+from celery_lease.statements.guards import ACTIVE, SUSPECT, its_lease, live, this_lease
 from celery_lease.statements.parameters import p
 from celery_lease.statements.policies import grace
-from celery_lease.states import LeaseStatus, RunState
+from celery_lease.states import LeaseStatus
 
 __all__ = [
     "ABANDON_LEASE",
@@ -36,8 +36,6 @@ __all__ = [
     "LIVE_LEASE",
     "LOCK_EXPIRED",
     "OF_HOLDER",
-    "ORPHANED_LEASES",
-    "ORPHANED_RUNS",
     "OVERRIPE",
     "RECLAIM_LEASE",
     "RENEW_IN_ONE",
@@ -131,16 +129,11 @@ EXPIRED = (
     .limit(p("most", Integer))
 )
 SUSPECT_ONE = (
-    update(lease)
-    .where(lease.c.run_id == p("run_id"), lease.c.epoch == p("epoch"), _EXPIRED)
-    .values(**_SUSPECTED)
-    .returning(lease.c.holder)
+    update(lease).where(this_lease(), _EXPIRED).values(**_SUSPECTED).returning(lease.c.holder)
 )
 #: The same, skipping a lease that is being renewed at this moment (PostgreSQL).
 LOCK_EXPIRED = (
-    select(lease.c.run_id)
-    .where(lease.c.run_id == p("run_id"), lease.c.epoch == p("epoch"), _EXPIRED)
-    .with_for_update(skip_locked=True)
+    select(lease.c.run_id).where(this_lease(), _EXPIRED).with_for_update(skip_locked=True)
 )
 
 #: Suspects beyond the grace that their run's policy gives them, the longest waiting first.
@@ -161,8 +154,7 @@ OVERRIPE = (
 RECLAIM_LEASE = (
     update(lease)
     .where(
-        lease.c.run_id == p("run_id"),
-        lease.c.epoch == p("epoch"),
+        this_lease(),
         lease.c.status == SUSPECT,
         due(lease.c.suspect_at + p("grace", Double)),
     )
@@ -173,12 +165,7 @@ RECLAIM_LEASE = (
 #: Ends the live lease of a dead child: its parent knows, no grace is needed.
 ABANDON_LEASE = (
     update(lease)
-    .where(
-        lease.c.run_id == p("run_id"),
-        lease.c.epoch == p("epoch"),
-        lease.c.holder == p("holder"),
-        live(),
-    )
+    .where(its_lease())
     .values(status=LeaseStatus.RECLAIMED, ended_at=now(), reason=p("reason"))
     .returning(lease.c.holder)
 )
@@ -196,23 +183,13 @@ OF_HOLDER = select(lease.c.run_id, lease.c.epoch, lease.c.status).where(
     lease.c.holder == p("holder")
 )
 
-#: Sweep: live leases of runs that are not running.
-ORPHANED_LEASES = (
-    select(lease.c.run_id)
+#: Sweep: the next live leases in the order of their run, and what that run says.
+SWEPT = (
+    select(lease.c.run_id, run.c.namespace, run.c.state)
     .select_from(lease.join(run, run.c.run_id == lease.c.run_id))
-    .where(live(), run.c.state != RunState.RUNNING, run.c.namespace == p("namespace"))
+    .where(live(), lease.c.run_id > p("after"))
+    .order_by(lease.c.run_id)
     .limit(p("most", Integer))
 )
 #: The live lease of a run, if it has one.
 LIVE_LEASE = select(lease.c.epoch).where(lease.c.run_id == p("run_id"), live())
-#: Sweep: running runs that have no live lease.
-ORPHANED_RUNS = (
-    select(run.c.run_id)
-    .where(
-        run.c.state == RunState.RUNNING,
-        run.c.finished_at.is_(None),
-        run.c.namespace == p("namespace"),
-        ~select(lease.c.run_id).where(lease.c.run_id == run.c.run_id, live()).exists(),
-    )
-    .limit(p("most", Integer))
-)

@@ -40,13 +40,14 @@ __all__ = [
     "LOCK",
     "LOCK_SKIP",
     "NAMESPACE",
-    "OVERDUE",
+    "READ",
     "REPLAY",
     "RESERVE",
     "RESUME",
     "REVOKE",
     "SENT",
     "SETTLE",
+    "UNFINISHED",
     "VIEW",
 ]
 
@@ -101,9 +102,10 @@ VIEW = (
     .where(this_run())
 )
 
-LOCK = select(run).where(this_run()).with_for_update()
+READ = select(run).where(this_run())
+LOCK = READ.with_for_update()
 #: The reaper and deliveries never wait for a busy run.
-LOCK_SKIP = select(run).where(this_run()).with_for_update(skip_locked=True)
+LOCK_SKIP = READ.with_for_update(skip_locked=True)
 
 #: What the guard decided, on the row that ``LOCK`` holds and under the epoch it saw.
 HAND_OVER = (
@@ -127,14 +129,20 @@ HAND_OVER = (
 )
 DROP_STAGES = delete(stage).where(stage.c.run_id == p("run_id"))
 
-OVERDUE = (
-    select(run.c.run_id)
+#: Sweep: the next unfinished runs, and whether each is held, or expired unclaimed.
+UNFINISHED = (
+    select(
+        run.c.run_id,
+        run.c.state,
+        (~not_overdue()).label("overdue"),
+        select(lease.c.run_id).where(lease.c.run_id == run.c.run_id, live()).exists().label("held"),
+    )
     .where(
-        run.c.state == RunState.READY,
         run.c.finished_at.is_(None),
         run.c.namespace == p("namespace"),
-        ~not_overdue(),
+        run.c.run_id > p("after"),
     )
+    .order_by(run.c.run_id)
     .limit(p("most", Integer))
 )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import IntegrityError
 
 from celery_lease.policy import Terms
 from celery_lease.statements import claims, runs
 from celery_lease.states import LIVE, RunState
+from celery_lease.store.failures import Conflict
 from celery_lease.store.foundation import Foundation, add_event, ask
 from celery_lease.store.results import Grant, Refusal
 
@@ -50,7 +50,10 @@ class Claims(Foundation):
             "envelope": envelope,
             "deliver": deliver,
         }
-        row = self._claim_in_one(given) if self._one else self._claim_in_steps(given)
+        try:
+            row = self._claim_in_one(given) if self._one else self._claim_in_steps(given)
+        except Conflict:
+            row = None  # another claim was first, or the holder has another run
         if row is not None:
             return _grant(row, holder)
         return self._refused(given)
@@ -67,10 +70,7 @@ class Claims(Foundation):
         view = self.view(given["run_id"])
         if not _worth_a_write(view, given["expected"]):
             return None
-        try:
-            return self.connections.transact(lambda c: _take(c, given))
-        except IntegrityError:
-            return None  # another claim inserted the run first
+        return self.connections.transact(lambda c: _take(c, given))
 
     def _refused(self, given: dict[str, Any]) -> Grant | Refusal:
         view = self.view(given["run_id"])
@@ -91,7 +91,7 @@ class Claims(Foundation):
         return Refusal(view, busy=claimable)
 
     def _granted_again(self, run_id: str, epoch: int, holder: str) -> Grant | Refusal:
-        row = self.connections.run(lambda c: ask(c, runs.LOCK, {"run_id": run_id}).first())
+        row = self.connections.run(lambda c: ask(c, runs.READ, {"run_id": run_id}).first())
         if row is None or row.epoch != epoch or row.holder != holder:
             return Refusal(self.view(run_id), busy=True)
         return _grant(row, holder)
@@ -114,13 +114,16 @@ class Claims(Foundation):
         Returns False, having done nothing, if the id is in use. ``attempt`` is 1 when a
         child died with the message before it could claim.
         """
-        given = self._registered(run_id, task, terms, envelope, deliver, reason)
+        given = self._registered(
+            run_id, task=task, terms=terms, envelope=envelope, deliver=deliver, reason=reason
+        )
         given |= {"delay": delay, "expires_in": expires_in, "attempt": attempt, "due": True}
         return self.connections.transact(lambda c: self._register(c, given, "enqueued"))
 
     def _registered(
         self,
         run_id: str,
+        *,
         task: str,
         terms: Terms | None,
         envelope: bytes | None,
@@ -159,7 +162,7 @@ def _worth_a_write(view: Any, expected: int) -> bool:
 
 
 def _take(connection: Connection, given: dict[str, Any]) -> Any:
-    row = ask(connection, claims.TAKE, given).first()
+    row: Any = ask(connection, claims.TAKE, given).first()
     if row is None:
         known = ask(connection, runs.ENVELOPE, {"run_id": given["run_id"]}).first()
         if known is not None or given["expected"]:

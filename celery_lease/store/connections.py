@@ -19,6 +19,7 @@ from celery_lease.statements.parameters import prefixed
 from celery_lease.store.deadlines import Deadlines
 from celery_lease.store.driver import Direct
 from celery_lease.store.failures import Repeat, translate, translate_driver
+from celery_lease.store.forks import ForkGate
 
 __all__ = ["Connections"]
 
@@ -61,6 +62,8 @@ class Connections:
         self._direct = Direct()
         self._deadlines = Deadlines(statement_timeout + 1.0)
         self._inherited: list[object] = []
+        sqlite = self.dialect == "sqlite"
+        self._gate = ForkGate(self.dispose) if sqlite else contextlib.nullcontext()
 
     @property
     def single_statements(self) -> bool:
@@ -71,7 +74,7 @@ class Connections:
     def engine(self) -> Engine:
         """The engine of this process."""
         if self._engine is None or self._pid != os.getpid():
-            with self._lock_of_this_process():
+            with self._gate, self._lock_of_this_process():
                 if self._engine is None or self._pid != os.getpid():
                     self._open()
         assert self._engine is not None
@@ -170,11 +173,19 @@ class Connections:
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Connection]:
         with (
+            self._gate,
             _translated(),
             self.engine.connect() as connection,
             self._deadlines.watch(connection.connection.dbapi_connection),
         ):
-            yield connection
+            try:
+                yield connection
+            except (DBAPIError, LeaseError):
+                raise
+            except BaseException:
+                # A signal's, perhaps in the middle of a statement whose answer is to come.
+                connection.invalidate()
+                raise
 
     def _through_driver(self, statement: Executable, given: Mapping[str, Any]) -> list[Any]:
         engine = self.engine
@@ -188,11 +199,15 @@ class Connections:
                 return self._direct.execute(engine.dialect, driver, statement, given)
         except (errors, StoreUnavailable) as exc:
             raise self._after_failure(engine, pooled, exc) from exc
+        except BaseException:
+            if pooled is not None:
+                pooled.invalidate()
+            raise
         finally:
             if pooled is not None:
                 pooled.close()
 
-    def _after_failure(self, engine: Engine, pooled: Any, exc: Exception) -> Exception:
+    def _after_failure(self, engine: Engine, pooled: Any, exc: Any) -> Exception:
         """What a failure means; a broken connection, and those as old as it, are dropped."""
         late = isinstance(exc, StoreUnavailable)
         driver = None if pooled is None else pooled.dbapi_connection

@@ -48,8 +48,12 @@ class Direct:
         with connection.cursor() as cursor:
             cursor.execute(compiled.text, {**compiled.constants, **prefixed(given)})
             if compiled.row is None:
-                compiled.row = namedtuple("Row", [column[0] for column in cursor.description])  # noqa: PYI024 - its columns are known at run time
+                compiled.row = _row_type([column[0] for column in cursor.description])
             return [compiled.row(*values) for values in cursor.fetchall()]
+
+
+def _row_type(names: list[str]) -> Callable[..., Any]:
+    return namedtuple("Row", names)  # noqa: PYI024 - known at run time
 
 
 def _compile(statement: Any, dialect: Dialect) -> _Compiled:

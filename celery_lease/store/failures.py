@@ -6,12 +6,17 @@ from sqlalchemy.exc import DBAPIError
 
 from celery_lease.errors import LeaseError, SchemaMissing, StoreBusy, StoreUnavailable
 
-__all__ = ["Repeat", "translate", "translate_driver"]
+__all__ = ["Conflict", "Repeat", "translate", "translate_driver"]
 
 _REPEATABLE = {"40001", "40P01"}
 _MISSING_TABLE = {"42P01", "3F000"}
 _LOCKED = {"55P03"}
+_TAKEN = {"23505"}
 _NOT_OURS_TO_HIDE = ("22", "23", "42")
+
+
+class Conflict(LeaseError):
+    """Somebody else inserted a row with this key first."""
 
 
 class Repeat(LeaseError):
@@ -40,6 +45,8 @@ def _meaning(orig: BaseException | None, *, broken: bool) -> LeaseError | None:
         return Repeat(f"the lease store gave up the transaction: {_first_line(text)}")
     if code in _LOCKED or "database is locked" in text or "database is busy" in text:
         return StoreBusy(f"the lease store stayed locked: {_first_line(text)}")
+    if code in _TAKEN or text.startswith("UNIQUE constraint failed"):
+        return Conflict(_first_line(text))
     if code and code.startswith(_NOT_OURS_TO_HIDE):
         return None
     if not code and not _is_operational(orig):

@@ -74,13 +74,9 @@ class Foundation:
 
 
 def ask(
-    connection: Connection,
-    statement: Executable,
-    given: Mapping[str, Any] | list[dict[str, Any]],
+    connection: Connection, statement: Executable, given: Mapping[str, Any]
 ) -> CursorResult[Any]:
     """Execute one of the library's statements with plainly named parameters."""
-    if isinstance(given, list):
-        return connection.execute(statement, [prefixed(one) for one in given])
     return connection.execute(statement, prefixed(given))
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from celery_lease.errors import IllegalTransition, LeaseLost, StoreBusy, StoreUnavailable
+from celery_lease.errors import (
+    IllegalTransition,
+    LeaseError,
+    LeaseLost,
+    StoreBusy,
+    StoreUnavailable,
+)
 from celery_lease.statements import holder as holding
 from celery_lease.states import LIVE, LeaseStatus, RunState
 from celery_lease.store.failures import translate
@@ -45,7 +52,7 @@ class HolderVerbs(Foundation):
                 raise _Refused
             return _after_progress(connection, grant, "checkpoint")
 
-        return self._fenced(grant, work)
+        return bool(self._fenced(grant, work))
 
     def save_stage(
         self, grant: Grant, name: str, result: bytes, *, seconds: float | None = None
@@ -56,12 +63,11 @@ class HolderVerbs(Foundation):
         def work(connection: Connection) -> bool:
             if ask(connection, holding.STAGE_DONE, given).first() is None:
                 raise _Refused
-            saved = ask(connection, holding.STAGES, {"run_id": grant.run_id})
-            if name not in {row.name for row in saved}:
+            if ask(connection, holding.STAGE_KNOWN, given).first() is None:
                 ask(connection, holding.STAGE_SAVE, given)
             return _after_progress(connection, grant, "stage")
 
-        return self._fenced(grant, work)
+        return bool(self._fenced(grant, work))
 
     def stages(self, run_id: str) -> dict[str, bytes]:
         """The saved stages of a run: name → encoded result."""
@@ -86,7 +92,14 @@ class HolderVerbs(Foundation):
         self, grant: Grant, outcome: bytes | None, *, deliver: bool, settle_in: float
     ) -> None:
         """Commit the result; the run's only outcome until an operator resumes it."""
-        self._end(grant, RunState.SUCCEEDED, outcome, "completed", deliver, settle_in)
+        self._end(
+            grant,
+            RunState.SUCCEEDED,
+            outcome,
+            reason="completed",
+            deliver=deliver,
+            settle_in=settle_in,
+        )
 
     def fail(
         self,
@@ -98,7 +111,9 @@ class HolderVerbs(Foundation):
         settle_in: float,
     ) -> None:
         """Commit a failure; the run's only outcome until an operator resumes it."""
-        self._end(grant, RunState.FAILED, outcome, reason, deliver, settle_in)
+        self._end(
+            grant, RunState.FAILED, outcome, reason=reason, deliver=deliver, settle_in=settle_in
+        )
 
     def fence(self, session: Any, grant: Grant) -> None:
         """Lock and check the run in the caller's own transaction, before its COMMIT.
@@ -154,7 +169,7 @@ class HolderVerbs(Foundation):
             lock = int(self.connections.lock_timeout * 1000)
             idle = int(self.connections.statement_timeout * 1000)
             connection.exec_driver_sql(
-                f"SELECT set_config('lock_timeout', '{lock}', true), "  # noqa: S608 - numbers
+                f"SELECT set_config('lock_timeout', '{lock}', true), "
                 f"set_config('idle_in_transaction_session_timeout', '{idle}', true)"
             )
         return connection
@@ -184,6 +199,7 @@ class HolderVerbs(Foundation):
         def work(connection: Connection) -> int:
             if ask(connection, statement, given).first() is None:
                 raise _Refused
+            _after_progress(connection, grant, kind)
             _release(connection, given)
             add_event(
                 connection, grant.run_id, kind, reason, epoch=grant.epoch, holder=grant.holder
@@ -196,13 +212,14 @@ class HolderVerbs(Foundation):
             gone_on = target is RunState.READY and standing.epoch > grant.epoch
             return grant.epoch if standing.reason == reason and (same or gone_on) else None
 
-        return self._fenced(grant, work, repeated)
+        return int(self._fenced(grant, work, repeated))
 
     def _end(
         self,
         grant: Grant,
         state: RunState,
         outcome: bytes | None,
+        *,
         reason: str,
         deliver: bool,
         settle_in: float,
@@ -263,16 +280,15 @@ class HolderVerbs(Foundation):
         revoked = standing is not None and standing.status == LeaseStatus.REVOKED
         stalled = standing is not None and standing.reason == "stalled"
         reason = "revoked" if revoked else "stalled" if stalled else "reclaimed"
-        try:
+        # Without it the refusal stands; only its trace is missing.
+        with contextlib.suppress(StoreUnavailable, StoreBusy):
             self.record(
                 grant.run_id, "write_refused", reason, epoch=grant.epoch, holder=grant.holder
             )
-        except (StoreUnavailable, StoreBusy):
-            pass  # the refusal stands; only its trace is missing
         return LeaseLost(reason, grant.run_id, grant.epoch)
 
 
-class _Refused(Exception):
+class _Refused(LeaseError):
     """The guard hit no row; the transaction is rolled back."""
 
 

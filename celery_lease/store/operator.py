@@ -12,6 +12,7 @@ from celery_lease.schema import metadata
 from celery_lease.statements import leases, runs, stories
 from celery_lease.states import TERMINAL, LeaseStatus
 from celery_lease.store.claims import Claims
+from celery_lease.store.failures import Conflict
 from celery_lease.store.foundation import add_event, ask
 
 __all__ = ["Operator"]
@@ -26,7 +27,7 @@ class Operator(Claims):
         """Make the tables that are missing; those that are there stay as they are."""
         try:
             self.connections.transact(metadata.create_all)
-        except DBAPIError:
+        except (DBAPIError, Conflict):
             # Somebody else made a table between the look and the CREATE; or it fails again.
             self.connections.transact(metadata.create_all)
 
@@ -58,7 +59,9 @@ class Operator(Claims):
         return self.connections.transact(work)
 
     def _tombstone(self, connection: Connection, run_id: str, reason: str) -> bool:
-        given = self._registered(run_id, "", None, None, True, reason)
+        given = self._registered(
+            run_id, task="", terms=None, envelope=None, deliver=True, reason=reason
+        )
         if not self._register(connection, given, "revoked"):
             return False
         ask(connection, runs.REVOKE, {"run_id": run_id, "reason": reason})

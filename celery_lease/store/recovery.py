@@ -19,6 +19,10 @@ __all__ = ["Recovery"]
 class Recovery(Foundation):
     """Only these end somebody else's lease; all are safe to run at once, in any number."""
 
+    #: Where the next sweep goes on.
+    _after_run = ""
+    _after_lease = ""
+
     def expired(self, most: int = 100) -> list[tuple[str, int]]:
         """Live leases of this namespace whose time is over, as (run, epoch)."""
         given = {"namespace": self.namespace, "most": most}
@@ -64,7 +68,9 @@ class Recovery(Foundation):
             return None if row is None else str(row.holder)
 
         return self.connections.transact(
-            lambda c: _hand_over(c, runs.LOCK_SKIP, run_id, epoch, end, "reclaimed", "expired")
+            lambda c: _hand_over(
+                c, runs.LOCK_SKIP, run_id, epoch, end=end, kind="reclaimed", why="expired"
+            )
         )
 
     def abandon(self, run_id: str, epoch: int, holder: str, reason: str) -> HandedOver | None:
@@ -76,7 +82,7 @@ class Recovery(Foundation):
             return None if row is None else str(row.holder)
 
         return self.connections.transact(
-            lambda c: _hand_over(c, runs.LOCK, run_id, epoch, end, "abandoned", reason)
+            lambda c: _hand_over(c, runs.LOCK, run_id, epoch, end=end, kind="abandoned", why=reason)
         )
 
     def give_up(
@@ -121,24 +127,38 @@ class Recovery(Foundation):
         row = self.connections.run(lambda c: ask(c, leases.OF_HOLDER, {"holder": holder}).first())
         return None if row is None else Ended(row.run_id, row.epoch, row.status)
 
-    def sweep(self, most: int = 100) -> int:
+    def sweep(self, most: int = 1000) -> int:
         """Mend what no single failure explains; returns how many rows were touched.
 
         A live lease of a run that is not running is ended; a running run without a live
         lease becomes ready; a ready run that expired before its first claim is revoked.
+        Looks at the next ``most`` runs and leases and goes on from there at the next call,
+        so that a pass costs the same however many there are.
         """
-        given = {"namespace": self.namespace, "most": most}
-        orphaned, unheld, overdue = self.connections.run(
-            lambda c: (
-                [row.run_id for row in ask(c, leases.ORPHANED_LEASES, given)],
-                [row.run_id for row in ask(c, leases.ORPHANED_RUNS, given)],
-                [row.run_id for row in ask(c, runs.OVERDUE, given)],
-            )
-        )
+        orphaned = self._next_orphaned(most)
+        unheld, overdue = self._next_unfinished(most)
         touched = [self._end_orphan(run_id) for run_id in orphaned]
         touched += [self._free(run_id) for run_id in unheld]
         touched += [self.expire(run_id) for run_id in overdue]
         return sum(touched)
+
+    def _next_orphaned(self, most: int) -> list[str]:
+        given = {"after": self._after_lease, "most": most}
+        rows = self.connections.run(lambda c: ask(c, leases.SWEPT, given).all())
+        self._after_lease = rows[-1].run_id if len(rows) == most else ""
+        return [
+            row.run_id
+            for row in rows
+            if row.namespace == self.namespace and row.state != RunState.RUNNING
+        ]
+
+    def _next_unfinished(self, most: int) -> tuple[list[str], list[str]]:
+        given = {"namespace": self.namespace, "after": self._after_run, "most": most}
+        rows = self.connections.run(lambda c: ask(c, runs.UNFINISHED, given).all())
+        self._after_run = rows[-1].run_id if len(rows) == most else ""
+        unheld = [row.run_id for row in rows if row.state == RunState.RUNNING and not row.held]
+        overdue = [row.run_id for row in rows if row.state == RunState.READY and row.overdue]
+        return unheld, overdue
 
     def expire(self, run_id: str) -> bool:
         """Revoke a ready run whose ``expires`` passed before its first claim."""
@@ -169,7 +189,9 @@ class Recovery(Foundation):
 
         return (
             self.connections.transact(
-                lambda c: _hand_over(c, runs.LOCK_SKIP, run_id, None, end, "reclaimed", "swept")
+                lambda c: _hand_over(
+                    c, runs.LOCK_SKIP, run_id, None, end=end, kind="reclaimed", why="swept"
+                )
             )
             is not None
         )
@@ -180,6 +202,7 @@ def _hand_over(
     lock: Any,
     run_id: str,
     epoch: int | None,
+    *,
     end: Any,
     kind: str,
     why: str,

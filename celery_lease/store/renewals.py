@@ -39,12 +39,14 @@ class Renewals(Foundation):
 
     def extend_settling(self, holders: Iterable[tuple[str, str]], settle_in: float) -> None:
         """The outcomes of these (run, holder) pairs are still being delivered."""
-        # In the order in which `settle` takes them.
-        pairs = [
-            {"run_id": run, "holder": who, "settle_in": settle_in} for run, who in sorted(holders)
-        ]
+        pairs = [{"run_id": run, "holder": who, "settle_in": settle_in} for run, who in holders]
+
+        def work(connection: Connection) -> None:
+            for pair in pairs:  # each its own commit: no two runs are locked together
+                ask(connection, runs.EXTEND_SETTLE, pair)
+
         if pairs:
-            self.connections.run(lambda c: ask(c, runs.EXTEND_SETTLE, pairs))
+            self.connections.run(work)
 
     def settle(self, delivered: Iterable[tuple[str, str]]) -> None:
         """Callbacks were sent and the outcome stored for these (run, holder) pairs."""

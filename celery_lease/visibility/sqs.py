@@ -9,6 +9,7 @@ database alone decides who may run what.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -226,9 +227,12 @@ class SQSVisibility:
 
 
 def _allowed(held: Held, seconds: float) -> int | None:
-    """Whole seconds that may be asked for now, or None when the twelve hours are over."""
-    left = LONGEST_HIDDEN - int(time.monotonic() - held.received_at)
-    return None if left <= 0 else max(0, min(int(seconds), left))
+    """Whole seconds that may be asked for now, or None when the twelve hours are over.
+
+    Rounded up: a message that came back before its time would be deferred again at once.
+    """
+    left = LONGEST_HIDDEN - math.ceil(time.monotonic() - held.received_at)
+    return None if left <= 0 else max(0, min(math.ceil(seconds), left))
 
 
 def _batches(entries: list[tuple[Held, int]]) -> Iterator[list[tuple[Held, int]]]:
