@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from celery_lease.policy import LeasePolicy, Terms
@@ -23,6 +24,8 @@ from tests import services
 DATABASES = ("sqlite", "postgresql")
 TIERS = ("unit", "conformance", "races", "integration", "acceptance")
 _TESTS = Path(__file__).parent
+#: A connection that cleans up, once this process has a PostgreSQL database.
+_SWEEPER = pytest.StashKey[psycopg.Connection[Any]]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -35,6 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(getattr(pytest.mark, tier))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Mutation tests are slow and asked for by their folder's name: `pytest tests/mutation`."""
+    folder = _TESTS / "mutation"
+    if collection_path != folder:
+        return None
+    return not any(
+        Path(asked.split("::")[0]).resolve().is_relative_to(folder) for asked in config.args
+    )
+
+
 @pytest.fixture(scope="session")
 def postgresql_server() -> str:
     """The URL of a PostgreSQL server on which databases may be made."""
@@ -45,14 +58,16 @@ def postgresql_server() -> str:
 
 
 @pytest.fixture(scope="session")
-def postgresql_url(postgresql_server: str) -> Iterator[str]:
+def postgresql_url(postgresql_server: str, pytestconfig: pytest.Config) -> Iterator[str]:
     """A PostgreSQL database of this test process, with the library's tables in it."""
     purpose = os.environ.get("PYTEST_XDIST_WORKER", "main")
     with services.fresh_postgresql_database(postgresql_server, purpose) as url:
         store = Store(url)
         store.create_schema()
         store.dispose()
-        yield url
+        with psycopg.connect(services.libpq(url), autocommit=True) as connection:
+            pytestconfig.stash[_SWEEPER] = connection
+            yield url
 
 
 @pytest.fixture
@@ -81,9 +96,18 @@ def store_url(request: pytest.FixtureRequest, database: str) -> str:
 
 
 @pytest.fixture
-def namespace() -> str:
-    """A namespace of this test alone."""
-    return f"test-{uuid.uuid4().hex[:12]}"
+def namespace(pytestconfig: pytest.Config) -> Iterator[str]:
+    """A namespace of this test alone; its rows on PostgreSQL end with the test."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    yield name
+    connection = pytestconfig.stash.get(_SWEEPER, None)
+    if connection is not None and not connection.closed:
+        for table in ("lease", "stage", "event", "run"):
+            connection.execute(
+                f"DELETE FROM celery_lease_{table} WHERE run_id IN"
+                " (SELECT run_id FROM celery_lease_run WHERE namespace LIKE %s)",
+                (f"{name}%",),
+            )
 
 
 @pytest.fixture

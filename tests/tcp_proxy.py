@@ -35,6 +35,7 @@ class TcpProxy:
         self._generation = 0
         self._open: set[socket.socket] = set()
         self._waiting = {"requests": 0, "answers": 0}
+        self._passes = {"requests": 0, "answers": 0}
 
     def url(self, url: str) -> str:
         """``url`` with the proxy in the place of its host and port."""
@@ -57,6 +58,13 @@ class TcpProxy:
             self._held = {"requests": False, "answers": False}
             self._refusing = False
             self._change.notify_all()
+
+    def pass_one(self, way: str) -> None:
+        """Let one held chunk through; the next one is held again."""
+        with self._change:
+            self._passes[way] += 1
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._passes[way] == 0, timeout=10)
 
     def cut(self, *, refuse: bool = False) -> None:
         """Reset every connection and lose what was held; with ``refuse`` also new ones."""
@@ -144,7 +152,14 @@ class TcpProxy:
         with self._change:
             self._waiting[way] += 1
             try:
-                self._change.wait_for(lambda: not self._held[way] or self._generation != generation)
+                self._change.wait_for(
+                    lambda: (
+                        not self._held[way] or self._passes[way] or self._generation != generation
+                    )
+                )
+                if self._held[way] and self._passes[way]:
+                    self._passes[way] -= 1
+                    self._change.notify_all()
             finally:
                 self._waiting[way] -= 1
             return self._generation == generation

@@ -64,6 +64,19 @@ def test_an_unknown_reason_counts_as_reclaimed() -> None:
     assert slot.lost == "reclaimed"
 
 
+def test_what_is_written_late_about_a_holder_does_not_hit_the_next_one_in_its_slot() -> None:
+    board = Board(slots=1)
+    gone = board.take("node/gone")
+    assert gone is not None
+    board.give_back(gone)
+    following = board.take("node/next")
+    assert following is not None
+    gone.mark_lost("reclaimed")
+    gone.trust_until = 1e12
+    assert following.lost == ""
+    assert following.trust_until == 0.0
+
+
 @pytest.mark.parametrize("writer", ["parent", "child"])
 def test_both_sides_of_a_fork_see_what_the_other_wrote(writer: str) -> None:
     board = Board(slots=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -232,7 +233,8 @@ def test_a_stalled_holder_is_abandoned_and_no_longer_renewed(
     run_id: str,
 ) -> None:
     stuck = LeasePolicy(progress_timeout=60).terms(Settings.defaults())
-    kept, _ = keep(run_id, terms=stuck)
+    kept, _ = keep(run_id, terms=stuck, pid=os.getpid())
+    kept.interruptible = True
     heartbeat.run_once()
     clock.time += 61
     heartbeat.run_once()
@@ -241,6 +243,68 @@ def test_a_stalled_holder_is_abandoned_and_no_longer_renewed(
     assert view is not None
     assert view.state == "ready"
     assert heartbeat.store.renew([kept.holder]).lost == {kept.holder: "stalled"}
+
+
+def test_a_stalled_body_that_cannot_be_interrupted_only_loses_its_renewals(
+    heartbeat: Heartbeat,
+    keep: Callable[..., tuple[Kept, Grant]],
+    clock: Clock,
+    store: Store,
+    run_id: str,
+) -> None:
+    stuck = LeasePolicy(progress_timeout=60).terms(Settings.defaults())
+    kept, _ = keep(run_id, terms=stuck)
+    heartbeat.run_once()
+    before = store.leases(run_id)[0]["heartbeat_at"]
+    clock.time += 61
+    heartbeat.run_once()
+    lease = store.leases(run_id)[0]
+    assert (lease["status"], lease["heartbeat_at"]) == ("active", before)
+    assert kept.lost == ""
+
+
+def test_an_outcome_that_is_being_replayed_is_not_replayed_by_somebody_else(
+    heartbeat: Heartbeat,
+    keep: Callable[..., tuple[Kept, Grant]],
+    clock: Clock,
+    store: Store,
+    terms: Terms,
+    run_id: str,
+    age: Callable[..., None],
+) -> None:
+    _, grant = keep(run_id)
+    heartbeat.keeper.forget(grant.holder)
+    store.complete(grant, b"x", deliver=True, settle_in=60)
+    age(store, 61)
+    assert store.replay(run_id, "node/replays", terms) is not None
+    replaying = Kept(run_id, "node/replays", "t", terms, None, None, float("inf"), pid=1)
+    heartbeat.keeper.add(replaying)
+    age(store, 59)
+    heartbeat.run_once()
+    age(store, 59)
+    assert store.replay(run_id, "node/another", terms) is None
+
+
+def test_a_process_that_has_gone_on_to_its_next_delivery_is_not_killed(
+    heartbeat: Heartbeat,
+    keep: Callable[..., tuple[Kept, Grant]],
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, _ = keep(run_id)
+    kept.kill_at = 0.0
+    kept.interruptible = True
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _number: killed.append(pid))
+    renew = heartbeat.store.renew
+
+    def slow(*args: Any, **kw: Any) -> Any:
+        heartbeat.keeper.forget(kept.holder)
+        return renew(*args, **kw)
+
+    monkeypatch.setattr(heartbeat.store, "renew", slow)
+    heartbeat.run_once()
+    assert killed == []
 
 
 def test_a_stopping_worker_asks_its_holders_to_yield(

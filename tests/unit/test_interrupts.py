@@ -101,3 +101,17 @@ def test_a_soft_limit_after_the_commit_is_thrown_away() -> None:
         assert hits == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_soft_limit_inside_a_verb_is_raised_at_its_end() -> None:
+    hits: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda _number, _frame: hits.append("limit"))
+    try:
+        with Interrupts().shield():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            hits.append("verb")
+        assert hits == ["verb", "limit"]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert hits == ["verb", "limit", "limit"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,62 @@
+"""One pass of the reaper: what it does when the store or the broker does not answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from celery_lease.errors import LeaseError, StoreBusy, StoreUnavailable
+from celery_lease.reaper import Reaper
+
+
+class Store:
+    """A store with so many triggers due and nothing else to do."""
+
+    def __init__(self, due: int = 0, error: LeaseError | None = None) -> None:
+        self._due = due
+        self._error = error
+
+    def expired(self) -> list[Any]:
+        if self._error is not None:
+            raise self._error
+        return []
+
+    def overripe(self) -> list[Any]:
+        return []
+
+    def sweep(self) -> int:
+        return 0
+
+    def due(self, most: int) -> list[tuple[str, int]]:
+        return [(f"run-{n}", 1) for n in range(self._due)][:most]
+
+
+@pytest.mark.parametrize(("error", "told"), [(StoreBusy(), True), (StoreUnavailable(), False)])
+def test_a_busy_store_is_not_an_outage(error: LeaseError, told: bool) -> None:
+    heard: list[bool] = []
+    store: Any = Store(error=error)
+    Reaper(store, lambda *_: True, on_store=heard.append).pass_and_wait()
+    assert heard == [told]
+
+
+def test_a_trigger_that_cannot_be_sent_does_not_hold_up_the_others() -> None:
+    def send(run_id: str, _epoch: int) -> bool:
+        if run_id in {"run-0", "run-2"}:
+            raise OSError("too large")
+        return True
+
+    store: Any = Store(due=4)
+    assert Reaper(store, send).run_once().triggered == 2
+
+
+def test_a_broker_that_is_away_is_not_asked_for_every_trigger() -> None:
+    asked: list[str] = []
+
+    def send(run_id: str, _epoch: int) -> bool:
+        asked.append(run_id)
+        raise OSError("the broker is away")
+
+    store: Any = Store(due=50)
+    Reaper(store, send).run_once()
+    assert len(asked) == 3
