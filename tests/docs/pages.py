@@ -31,7 +31,9 @@ def rows(text: str, *headings: str) -> list[list[str]]:
 
 def titled(text: str, title: str) -> str:
     """The code block with this title."""
-    found = re.search(rf'^```\w+ title="{re.escape(title)}"\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        rf'^```\w+ title="{re.escape(title)}"\n(.*?)^```', text, re.MULTILINE | re.DOTALL
+    )
     assert found, f"no code block with the title {title!r}"
     return found.group(1)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select
 from sqlalchemy.orm import sessionmaker
 from sybil import Sybil
@@ -31,6 +31,8 @@ def batches(path: str, start: int) -> Iterator[tuple[int, list[dict[str, int]]]]
 def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The README's names after its blocks have run, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    # Celery shares tasks among the apps of a process; the README's are not for other tests.
+    monkeypatch.setattr(_state, "_on_app_finalizers", set(_state._on_app_finalizers))
     engine = create_engine("sqlite:///leases.sqlite3")
     items = Table("items", MetaData(), Column("line", Integer, primary_key=True))
     items.metadata.create_all(engine)
@@ -45,7 +47,8 @@ def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         fetch=lambda customer: {"customer": customer},
         render=lambda data: f"report for {data['customer']}",
     )
-    for example in document.examples():
+    for number, example in enumerate(document.examples()):
+        document.namespace["__name__"] = f"{tmp_path.name}_{number}"
         example.evaluate()
     yield document.namespace | {"engine": engine}
     engine.dispose()
@@ -68,7 +71,7 @@ def test_the_test_with_a_worker_passes_as_it_is_printed(tmp_path: Path) -> None:
     for name in ("shop.py", "test_shop.py"):
         (tmp_path / name).write_text(titled(text, name))
     with without(os.environ, "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER") as environment:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: PLW1510 - the assertion shows what it printed
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin()],
             cwd=tmp_path,
             env={**environment, "PYTHONPATH": str(ROOT)},

@@ -45,7 +45,9 @@ def call(app: Celery, *arguments: str) -> Result:
 def shown(command: str) -> str:
     """What the page shows under ``$ celery -A shop <command>``."""
     found = re.search(
-        rf"^\$ celery -A shop {re.escape(command)}\n(.*?)(?=^```|^\$ )", PAGE, re.MULTILINE | re.DOTALL
+        rf"^\$ celery -A shop {re.escape(command)}\n(.*?)(?=^```|^\$ )",
+        PAGE,
+        re.MULTILINE | re.DOTALL,
     )
     assert found, command
     return found.group(1)
