@@ -196,14 +196,14 @@ class Admission:
             case Step.DROP:
                 self._drop(decision.reason)
             case Step.DEFER:
-                self._put_off(decision, view)
+                self._put_off(decision)
             case Step.TRIGGER:
                 self._trigger(view)
                 self._drop(decision.reason)
             case Step.SUSPECT:
                 assert view is not None
                 self._store.suspect(run_id, view.epoch)
-                self._put_off(decision, view)
+                self._put_off(decision)
             case Step.RECLAIM:
                 assert view is not None
                 handed = self._store.reclaim(run_id, view.epoch)
@@ -233,9 +233,12 @@ class Admission:
                 "trigger of run=%s not sent, the reaper will: %s", self._delivery.run_id, exc
             )
 
-    def _put_off(self, decision: Decision, view: RunView | None) -> None:
-        """Without a broker that can hide a message again the reaper is the watch-dog."""
-        if self._delivery.can_defer or view is None:
+    def _put_off(self, decision: Decision) -> None:
+        """Without a broker that can hide a message again the reaper is the watch-dog.
+
+        Nor is a run lost that the store does not know: there is nothing to go on with.
+        """
+        if self._delivery.can_defer:
             self._defer(decision.reason, decision.delay)
         self._drop(decision.reason)
 

@@ -16,7 +16,6 @@ __all__ = [
     "lease_dropped",
     "lease_lost",
     "lease_released",
-    "run_settled",
 ]
 
 _ARGS = {"run_id", "epoch", "holder", "reason"}
@@ -29,8 +28,6 @@ lease_released = Signal(name="lease_released", providing_args=_ARGS)
 lease_lost = Signal(name="lease_lost", providing_args=_ARGS)
 #: A delivery did not run the body: duplicate, stale, too early, unknown.
 lease_dropped = Signal(name="lease_dropped", providing_args=_ARGS)
-#: The outcome of a run has reached the result backend and its callbacks were sent.
-run_settled = Signal(name="run_settled", providing_args=_ARGS)
 
 
 def announce(signal: Any, sender: str, **fields: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from celery_lease.results import (
 )
 from celery_lease.states import RunState
 from celery_lease.store import Replay
-from celery_lease.trigger import Envelope, fix_callback_ids
+from celery_lease.trigger import EPOCH_HEADER, Envelope, fix_callback_ids
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -143,7 +143,7 @@ class LeasedTask(Task):
             with bound(Lease(MemoryBacking(None, lambda: leasing.values))):
                 return super().__call__(*args, **kwargs)
         setattr(request, _ENTERED, True)
-        if not leasing.settings.enabled:
+        if is_plain(leasing, vars(request)):
             with bound(Lease(MemoryBacking(request.id, lambda: leasing.values))):
                 return body()
         delivery = Delivery.of_request(request, queue=self.app.conf.task_default_queue)
@@ -267,8 +267,13 @@ class LeasedTask(Task):
         raise outcome.error
 
     def _tell_revoked(self, request: Any, error: BaseException) -> None:
-        self.backend.mark_as_revoked(
-            request.id, str(error), request=request, store_result=not self._ignores(request)
+        """REVOKED to the backend, the chord and the rest of the chain; then the errbacks."""
+        self.backend.mark_as_failure(
+            request.id,
+            error,
+            request=request,
+            store_result=not self._ignores(request),
+            state=states.REVOKED,
         )
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
@@ -312,7 +317,7 @@ class LeasedTask(Task):
     def _leased(self, tracer: Callable[..., Any]) -> Callable[..., Any]:
         def trace(uuid: str, args: Any, kwargs: Any, request: Any = None) -> Any:
             leasing = Leasing.of(self.app)
-            if not leasing.settings.enabled:
+            if is_plain(leasing, request or {}):
                 return tracer(uuid, args, kwargs, request)
             with speaking(Voice(task_id=uuid)) as voice:
                 try:
@@ -348,6 +353,15 @@ class LeasedTask(Task):
                 states.STARTED,
                 request=request,
             )
+
+
+def is_plain(leasing: Leasing, request: Mapping[str, Any]) -> bool:
+    """Whether the task behaves as one of Celery's own: leases are switched off.
+
+    Not for a trigger above epoch 0: its run has begun under a lease, in a worker where they
+    are switched on, and must not begin again without one.
+    """
+    return not leasing.settings.enabled and not request.get(EPOCH_HEADER)
 
 
 def forget_lease_headers(request: Any) -> None:
