@@ -19,6 +19,7 @@ from kombu import serialization
 from kombu.utils import json
 
 from celery_lease.errors import NotSerializable
+from celery_lease.store.forks import ForkGate
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -159,6 +160,13 @@ class Sender:
     def __init__(self, app: Celery, store: Store) -> None:
         self._app = app
         self._store = store
+        # Celery replaces a dead child by a fork just when the reaper sends the trigger of its
+        # run. kombu takes locks of its classes meanwhile; a child that is made of a process
+        # in which they are taken waits for them for ever, at the first message it sends.
+        self._gate = ForkGate(self._fork)
+
+    def _fork(self) -> None:
+        """Nothing to close: Celery itself sees to its connections in a child."""
 
     def send(self, run_id: str, epoch: int) -> bool:
         """Send the trigger of ``run_id`` at ``epoch`` if it is due and not reserved.
@@ -175,7 +183,7 @@ class Sender:
     def _publish(self, outgoing: Outgoing) -> None:
         envelope = Envelope.load(outgoing.envelope)
         message = envelope.message_for(outgoing.run_id, outgoing.epoch, outgoing.triggers)
-        with self._app.producer_or_acquire() as producer:
+        with self._gate, self._app.producer_or_acquire() as producer:
             producer.publish(declare=self._declared(envelope), retry=False, **message)
         logger.info(
             "sent trigger run=%s epoch=%s task=%s sending=%s",
