@@ -117,8 +117,14 @@ class Heartbeat:
             self._lose(holders[holder], reason)
         # Ended by their own commit, or without a lease because they replay an outcome: if
         # they are still here, callbacks are being sent.
-        telling = (*renewal.released, *renewal.unknown)
-        self._extend_settling(holders[holder] for holder in telling)
+        telling = [holders[holder] for holder in (*renewal.released, *renewal.unknown)]
+        self._extend_settling(kept for kept in telling if self._still_telling(kept))
+
+    def _still_telling(self, kept: Kept) -> bool:
+        """Not for ever: a process that hangs in a callback must not keep the outcome to itself."""
+        now = self._now()
+        kept.telling_since = min(kept.telling_since, now)
+        return now - kept.telling_since <= kept.terms.max_replays * kept.terms.settle_timeout
 
     def _extend_settling(self, telling: Iterable[Kept]) -> None:
         """What is being told is not to be told by somebody else meanwhile."""

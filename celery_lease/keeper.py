@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from celery_lease.board import Board, Slot
 from celery_lease.policy import Terms
@@ -32,7 +32,9 @@ class Kept:
     #: Known to the store as ours at least once.
     claimed: bool = False
     lost: str = ""
-    kill_at: float = field(default=float("inf"))
+    kill_at: float = float("inf")
+    #: Since when its outcome is committed and being told.
+    telling_since: float = float("inf")
 
 
 class Keeper:

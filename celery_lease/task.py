@@ -41,7 +41,7 @@ from celery_lease.results import (
 )
 from celery_lease.states import RunState
 from celery_lease.store import Replay
-from celery_lease.trigger import EPOCH_HEADER, Envelope, fix_callback_ids
+from celery_lease.trigger import EPOCH_HEADER, Envelope, fix_callback_ids, name_replacement
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -293,6 +293,13 @@ class LeasedTask(Task):
         if catcher is not None and catcher.listening:
             kwargs["producer"] = catcher
         return super().apply_async(*args, **kwargs)
+
+    def on_replace(self, sig: Any) -> Any:
+        """Celery's ``replace``: this run ends, and its replacement is a run of its own."""
+        if caught_by() is not None and not self.request.is_eager:
+            self.lease.check()
+            name_replacement(self.lease.run_id, self.request.id, sig)
+        return super().on_replace(sig)
 
     # -- Celery's hooks -----------------------------------------------------------------
 

@@ -33,6 +33,7 @@ __all__ = [
     "Envelope",
     "Sender",
     "fix_callback_ids",
+    "name_replacement",
 ]
 
 logger = logging.getLogger(__name__)
@@ -235,6 +236,28 @@ def _fix(run_id: str, signature: Any, path: str) -> None:
         fix_callback_ids(run_id, nested.get("body"), f"{path}/body")
     fix_callback_ids(run_id, options.get("link"), f"{path}/link")
     fix_callback_ids(run_id, options.get("link_error"), f"{path}/link_error")
+
+
+def name_replacement(run_id: str, task_id: str, signature: Any) -> None:
+    """Let the task that keeps its predecessor's id be a run of its own.
+
+    In a chain or a chord it is one of the steps that keeps the id. The name is the same each
+    time, so that a body which is redone sends the same replacement.
+    """
+    options = signature.setdefault("options", {})
+    nested = signature.get("kwargs") or {}
+    match signature.get("subtask_type"):
+        case "chain" | "group":
+            parts = nested.get("tasks") or ()
+        case "chord":
+            parts = [nested["body"]] if nested.get("body") else ()
+        case _:
+            parts = ()
+            if options.get("task_id") == task_id:
+                replacement = str(uuid.uuid5(_namespace(run_id), "replacement"))
+                options["headers"] = {**(options.get("headers") or {}), RUN_HEADER: replacement}
+    for part in parts:
+        name_replacement(run_id, task_id, part)
 
 
 def _namespace(run_id: str) -> uuid.UUID:

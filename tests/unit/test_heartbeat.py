@@ -307,6 +307,26 @@ def test_a_process_that_has_gone_on_to_its_next_delivery_is_not_killed(
     assert killed == []
 
 
+def test_an_outcome_is_not_kept_back_for_ever_by_a_process_that_hangs_in_a_callback(
+    heartbeat: Heartbeat,
+    keep: Callable[..., tuple[Kept, Grant]],
+    clock: Clock,
+    store: Store,
+    terms: Terms,
+    age: Callable[..., None],
+    run_id: str,
+) -> None:
+    _, grant = keep(run_id)
+    store.complete(grant, b"x", deliver=True, settle_in=terms.settle_timeout)
+    age(store, terms.settle_timeout + 1)
+    heartbeat.run_once()
+    assert store.replay(run_id, "node/other", terms) is None
+    clock.time += terms.max_replays * terms.settle_timeout + 1
+    age(store, terms.settle_timeout + 1)
+    heartbeat.run_once()
+    assert store.replay(run_id, "node/other", terms) is not None
+
+
 def test_a_stopping_worker_asks_its_holders_to_yield(
     heartbeat: Heartbeat,
     keep: Callable[..., tuple[Kept, Grant]],
