@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # Processes for the tests that run side by side, and for those that start workers of their own.
 WORKERS ?= auto
-WORKERS_SLOW ?= 0
+WORKERS_SLOW ?= 2
 
-.PHONY: help demo test test-fast test-slow lint docs clean
+.PHONY: help demo test test-fast test-slow mutation lint docs clean
 
 help:
 	@echo 'make demo    a run that survives a killed and a paused worker (about a minute)'
 	@echo 'make test    all tests; PYTEST_ARGS="-k claim" for some of them'
+	@echo 'make mutation  each guard of the SQL taken out: a test must fail (minutes)'
 	@echo 'make lint    style, format, types, import layers'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make clean   remove everything that these commands made'
@@ -58,6 +59,9 @@ test-fast: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS_SLOW) -m 'integration or acceptance' $(PYTEST_ARGS) \
 		|| [ $$? -eq 5 ]
+
+mutation: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --timeout 300 tests/mutation
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m tox run -e lint
