@@ -118,14 +118,17 @@ _EXPIRED = and_(lease.c.status == ACTIVE, due(lease.c.expires_at))
 _SUSPECTED: dict[str, Any] = {"status": LeaseStatus.SUSPECT, "suspect_at": now()}
 
 #: Live leases that ran out, of runs in one namespace; only the reaper scans.
+#: Found first and joined then: the planner takes a third of all leases for expired.
+_LATE = (
+    select(lease.c.run_id, lease.c.epoch)
+    .where(lease.c.expires_at <= at_start(), lease.c.status == ACTIVE)
+    .cte("late")
+    .prefix_with("MATERIALIZED", dialect="postgresql")
+)
 EXPIRED = (
-    select(lease.c.run_id, lease.c.epoch, lease.c.holder)
-    .select_from(lease.join(run, run.c.run_id == lease.c.run_id))
-    .where(
-        lease.c.expires_at <= at_start(),
-        lease.c.status == ACTIVE,
-        run.c.namespace == p("namespace"),
-    )
+    select(_LATE)
+    .select_from(_LATE.join(run, run.c.run_id == _LATE.c.run_id))
+    .where(run.c.namespace == p("namespace"))
     .limit(p("most", Integer))
 )
 SUSPECT_ONE = (
@@ -184,12 +187,18 @@ OF_HOLDER = select(lease.c.run_id, lease.c.epoch, lease.c.status).where(
 )
 
 #: Sweep: the next live leases in the order of their run, and what that run says.
-SWEPT = (
-    select(lease.c.run_id, run.c.namespace, run.c.state)
-    .select_from(lease.join(run, run.c.run_id == lease.c.run_id))
+#: The portion is cut first, so that a join never reads what lies outside of it.
+_PORTION = (
+    select(lease.c.run_id)
     .where(live(), lease.c.run_id > p("after"))
     .order_by(lease.c.run_id)
     .limit(p("most", Integer))
+    .subquery("portion")
+)
+SWEPT = (
+    select(_PORTION.c.run_id, run.c.namespace, run.c.state)
+    .select_from(_PORTION.outerjoin(run, run.c.run_id == _PORTION.c.run_id))
+    .order_by(_PORTION.c.run_id)
 )
 #: The live lease of a run, if it has one.
 LIVE_LEASE = select(lease.c.epoch).where(lease.c.run_id == p("run_id"), live())

@@ -130,13 +130,9 @@ HAND_OVER = (
 DROP_STAGES = delete(stage).where(stage.c.run_id == p("run_id"))
 
 #: Sweep: the next unfinished runs, and whether each is held, or expired unclaimed.
-UNFINISHED = (
-    select(
-        run.c.run_id,
-        run.c.state,
-        (~not_overdue()).label("overdue"),
-        select(lease.c.run_id).where(lease.c.run_id == run.c.run_id, live()).exists().label("held"),
-    )
+#: The portion is cut first, so that the join never reads what lies outside of it.
+_PORTION = (
+    select(run.c.run_id, run.c.state, (~not_overdue()).label("overdue"))
     .where(
         run.c.finished_at.is_(None),
         run.c.namespace == p("namespace"),
@@ -144,6 +140,17 @@ UNFINISHED = (
     )
     .order_by(run.c.run_id)
     .limit(p("most", Integer))
+    .subquery("portion")
+)
+UNFINISHED = (
+    select(_PORTION, lease.c.run_id.is_not(None).label("held"))
+    .select_from(
+        _PORTION.outerjoin(
+            lease,
+            and_(lease.c.run_id == _PORTION.c.run_id, lease.c.run_id > p("after"), live()),
+        )
+    )
+    .order_by(_PORTION.c.run_id)
 )
 
 _REVOKED: dict[str, Any] = {

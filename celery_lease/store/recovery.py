@@ -127,7 +127,7 @@ class Recovery(Foundation):
         row = self.connections.run(lambda c: ask(c, leases.OF_HOLDER, {"holder": holder}).first())
         return None if row is None else Ended(row.run_id, row.epoch, row.status)
 
-    def sweep(self, most: int = 1000) -> int:
+    def sweep(self, most: int = 500) -> int:
         """Mend what no single failure explains; returns how many rows were touched.
 
         A live lease of a run that is not running is ended; a running run without a live

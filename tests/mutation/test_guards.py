@@ -65,7 +65,9 @@ BY_ITSELF = f"{STATEMENTS}::test_what_a_holder_writes_needs"
 REFUSED = f"{HOLDER}::TestAHolderVerbIsRefused::"
 GUARDS = [
     _in_guards(
-        "this_run", 'run.c.run_id == p("run_id")', f"{CLAIMS}::TestAClaim::test_of_an_unknown"
+        "this_run",
+        'run.c.run_id == p("run_id")',
+        f"{CLAIMS}::TestARepeatedClaim::test_by_a_holder_that_has_another_run",
     ),
     _in_guards("held", 'run.c.epoch == p("epoch")', REFUSED + "test_under_an_older_epoch"),
     _in_guards(
@@ -441,7 +443,7 @@ def run_tests(folder: Path, killed_by: str) -> subprocess.CompletedProcess[str]:
         env={**environment, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
 
