@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 import pytest
 from celery import Celery
+from celery.backends.database.models import ResultModelBase
+from sqlalchemy import create_engine
 
 from celery_lease.store import Store
 from celery_lease.testing.sqs import StrictSQS
@@ -34,11 +36,13 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 APP = "tests.integration.apps.shop"
 BOTH = ("sqlite", "postgresql")
+#: The same for tests that also run on the lowest supported versions.
+SMOKE_BOTH = (pytest.param("sqlite", marks=pytest.mark.smoke), "postgresql")
 
 #: What the app sets, for arithmetic in tests.
 DURATION, HEARTBEAT, GRACE, SWEEP = 4, 1, 3, 0.5
-#: The longest time from a holder's death to the next claim.
-TAKEN_OVER = DURATION + GRACE + 4 * SWEEP + 2
+#: From the expiry of a lease to the next claim: grace, sweeps, and a busy machine.
+TAKEN_OVER = GRACE + 3 * SWEEP + 5
 
 _LOOK_EVERY = 0.03
 _TRIGGERS = """
@@ -115,12 +119,12 @@ class Worker:
         """SIGINT to all, as a terminal sends for Ctrl-C."""
         self._to_group(signal.SIGINT)
 
-    def ended(self, timeout: float = 20.0) -> int:
+    def ended(self, timeout: float = 40.0) -> int:
         """Wait for the end of the main process; its exit status."""
         wait_until(lambda: not self.alive, timeout=timeout, what=f"the end of worker {self.name}")
         return int(self.process.returncode)
 
-    def logged(self, text: str, *, times: int = 1, timeout: float = 20.0) -> str:
+    def logged(self, text: str, *, times: int = 1, timeout: float = 40.0) -> str:
         """Wait until ``text`` stands in the log so many times; returns the whole log."""
 
         def found() -> str:
@@ -201,7 +205,7 @@ class Shop:
             assert worker.alive, f"worker {worker.name} ended:\n{worker.log[-2000:]}"
             return any(note["pid"] == worker.pid for note in self.notes("ready"))
 
-        slowly(taking, timeout=30, what=f"worker {worker.name} to be ready")
+        slowly(taking, timeout=60, what=f"worker {worker.name} to be ready")
         return worker
 
     def of(self, note: Mapping[str, Any]) -> Worker:
@@ -249,7 +253,7 @@ class Shop:
         """Let every body pass that waits for ``gate``."""
         (self.side / gate).touch()
 
-    def outcome(self, run_id: str, *, timeout: float = 30.0) -> tuple[str, Any]:
+    def outcome(self, run_id: str, *, timeout: float = 60.0) -> tuple[str, Any]:
         """Wait for the result; Celery's state and the value or the exception."""
         final = ("SUCCESS", "FAILURE", "REVOKED")
         slowly(
@@ -300,12 +304,12 @@ class Shop:
         """Begin to count bodies and callbacks again."""
         (self.side / "notes.jsonl").unlink()
 
-    def entered(self, run_id: str, *, times: int = 1, timeout: float = 30.0) -> dict[str, Any]:
+    def entered(self, run_id: str, *, times: int = 1, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until the body was entered so many times; the last note of it."""
         return self.noted("body", run_id, times=times, timeout=timeout)
 
     def noted(
-        self, what: str, run_id: str = "", *, times: int = 1, timeout: float = 30.0
+        self, what: str, run_id: str = "", *, times: int = 1, timeout: float = 60.0
     ) -> dict[str, Any]:
         """Wait for a note; the last of ``times``."""
 
@@ -328,7 +332,7 @@ class Shop:
         """The run's state, None if there is no row."""
         return self.run(run_id).get("state")
 
-    def settled(self, run_id: str, *, timeout: float = 30.0) -> dict[str, Any]:
+    def settled(self, run_id: str, *, timeout: float = 60.0) -> dict[str, Any]:
         """Wait until the run is over and its outcome delivered; its row."""
 
         def over() -> dict[str, Any]:
@@ -337,7 +341,7 @@ class Shop:
 
         return slowly(over, timeout=timeout, what=f"run {run_id} to be settled")
 
-    def until_state(self, run_id: str, state: str, *, timeout: float = 30.0) -> dict[str, Any]:
+    def until_state(self, run_id: str, state: str, *, timeout: float = 60.0) -> dict[str, Any]:
         """Wait for a state of the run; its row."""
 
         def there() -> dict[str, Any]:
@@ -350,7 +354,7 @@ class Shop:
         """The run's events, of one kind if given."""
         return [e for e in self.store.events(run_id) if kind in ("", e["kind"])]
 
-    def event(self, run_id: str, kind: str, *, times: int = 1, timeout: float = 30.0) -> Any:
+    def event(self, run_id: str, kind: str, *, times: int = 1, timeout: float = 60.0) -> Any:
         """Wait for an event of the run."""
 
         def found() -> list[dict[str, Any]]:
@@ -364,7 +368,7 @@ class Shop:
         """Wait until this machine's clock is past ``at``, for what depends on time alone."""
         slowly(lambda: time.time() >= at, timeout=at - time.time() + 10, what=f"the time {at}")
 
-    def renewed(self, run_id: str, *, beyond: float, timeout: float = 20.0) -> None:
+    def renewed(self, run_id: str, *, beyond: float, timeout: float = 40.0) -> None:
         """Wait until the database's clock is past ``beyond`` and the lease still live."""
         slowly(
             lambda: self.run(run_id)["now"] > beyond,
@@ -373,11 +377,11 @@ class Shop:
         )
         assert self.run(run_id)["lease_left"] > 0
 
-    def empty(self, queue: str = "celery", *, timeout: float = 20.0) -> None:
+    def empty(self, queue: str = "celery", *, timeout: float = 40.0) -> None:
         """Wait until no message is left in the queue."""
         self.empty_but(0, queue, timeout=timeout)
 
-    def empty_but(self, left: int, queue: str = "celery", *, timeout: float = 20.0) -> None:
+    def empty_but(self, left: int, queue: str = "celery", *, timeout: float = 40.0) -> None:
         """Wait until so many messages are left in the queue, received ones included."""
         slowly(
             lambda: len(self.sqs.messages(queue)) == left,
@@ -410,13 +414,15 @@ class Shop:
         self.store.dispose()
 
     def _write_down_what_results_are_told(self) -> None:
-        self.client.backend.get_task_meta("nobody")  # makes the tables
+        engine = create_engine(self.client.backend.url)
+        ResultModelBase.metadata.create_all(engine)
+        engine.dispose()
         with contextlib.closing(sqlite3.connect(self.results)) as connection:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(_TRIGGERS)
 
 
-def slowly(condition: Callable[[], T], *, timeout: float = 10.0, what: str = "") -> T:
+def slowly(condition: Callable[[], T], *, timeout: float = 40.0, what: str = "") -> T:
     """``wait_until`` for conditions that cost something: a file read, a query."""
 
     def look() -> T:

@@ -52,7 +52,8 @@ class Renewals(Foundation):
         """Callbacks were sent and the outcome stored for these (run, holder) pairs."""
         pairs = [{"run_id": run, "holder": holder} for run, holder in delivered]
         if pairs:
-            self.connections.transact(lambda c: _settle(c, pairs))
+            # A commit each: no verb locks two runs.
+            self.connections.run(lambda c: [ask(c, runs.SETTLE, pair) for pair in pairs])
 
     def worker_seen(self, **worker: Any) -> None:
         """Note that a worker is alive."""
@@ -82,11 +83,6 @@ def _renew(connection: Connection, holders: Collection[str], yielding: bool) -> 
     return _sorted_out(
         holders, {holder: row for holder, row in shown.items() if row[0] not in _LIVE}
     )
-
-
-def _settle(connection: Connection, pairs: list[dict[str, str]]) -> None:
-    for pair in sorted(pairs, key=lambda pair: pair["run_id"]):
-        ask(connection, runs.SETTLE, pair)
 
 
 def _sorted_out(

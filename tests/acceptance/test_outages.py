@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from tests.tcp_proxy import TcpProxy
-from tests.workers import BOTH, Shop
+from tests.workers import SMOKE_BOTH, Shop
 
 pg_only = pytest.mark.parametrize("database", ["postgresql"])
 
@@ -92,8 +92,7 @@ def test_a_commit_whose_answer_was_lost_is_not_a_failure(shop: Shop, proxy: TcpP
     assert len(shop.sent("after")) == 1
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("database", BOTH)
+@pytest.mark.parametrize("database", SMOKE_BOTH)
 def test_a_worker_told_to_stop_hands_off_at_the_next_checkpoint(shop: Shop) -> None:
     """SIGTERM: the run goes on elsewhere at once, from its checkpoint, and nothing is charged."""
     first, other = shop.start("w1", "w2")
@@ -103,7 +102,7 @@ def test_a_worker_told_to_stop_hands_off_at_the_next_checkpoint(shop: Shop) -> N
     first.term()
     first.logged("Warm shutdown")
     shop.open("go-0")
-    again = shop.entered(run, times=2, timeout=10)
+    again = shop.entered(run, times=2)
     assert shop.of(again) is other
     assert (again["epoch"], again["start"], again["attempt"]) == (2, 1, 1)
     assert first.ended() == 0

@@ -40,7 +40,7 @@ def test_a_pool_process_killed_around_a_trigger_runs_each_stage_once(
     for step in range(3):
         shop.open(f"go-{step}")
     run = shop.send("stages", "go", 3)
-    assert shop.outcome(run, timeout=60) == ("SUCCESS", [0, 1, 4])
+    assert shop.outcome(run) == ("SUCCESS", [0, 1, 4])
     assert [note["step"] for note in shop.notes("stage", run)] == [0, 1, 2]
     assert shop.settled(run)["recoveries"] == 0
 

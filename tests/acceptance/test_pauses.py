@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from tests.tcp_proxy import TcpProxy
-from tests.workers import BOTH, TAKEN_OVER, Shop, slowly
+from tests.workers import BOTH, Shop, slowly
 
 #: How the body of the paused holder ends; "wait" leaves it to be interrupted.
 ENDINGS = ("return", "raise", "retry", "checkpoint", "wait")
@@ -29,7 +29,7 @@ def test_a_paused_holder_that_comes_back_changes_nothing(shop: Shop) -> None:
     new = shop.launch("w2", slots=len(ENDINGS))
     old.stop()
     for run in runs.values():
-        assert shop.of(shop.entered(run, times=2, timeout=TAKEN_OVER + 5)) is new
+        assert shop.of(shop.entered(run, times=2)) is new
     for ending in ENDINGS:
         shop.open(f"go-{ending}-2")
     for ending, run in runs.items():
@@ -103,7 +103,7 @@ def test_a_holder_cut_off_and_paused_can_neither_write_nor_ask_again(
         old.stop()
 
         (new,) = shop.start("w2")
-        assert shop.of(shop.entered(run, times=2, timeout=TAKEN_OVER)) is new
+        assert shop.of(shop.entered(run, times=2)) is new
         shop.open("go-2")
         assert shop.outcome(run) == ("SUCCESS", ["done", 2])
         shop.settled(run)
@@ -141,7 +141,7 @@ def test_a_lost_holder_that_swallows_exceptions_is_interrupted(shop: Shop) -> No
     pid = shop.entered(run)["pid"]
     slowly(lambda: shop.store.of_holder(shop.run(run)["holder"]), what="the lease")
     shop.store.revoke(run, "by the test")
-    interrupted = shop.noted("interrupted", run, timeout=10)
+    interrupted = shop.noted("interrupted", run)
     assert interrupted["error"] == "LeaseLost"
     assert "revoked" in interrupted["why"]
     assert shop.notes("swallowed") == []
@@ -161,7 +161,7 @@ def test_a_lost_holder_that_blocks_the_signal_is_killed_one_lease_later(shop: Sh
     run = shop.send("deaf")
     pid = shop.entered(run)["pid"]
     shop.store.revoke(run, "by the test")
-    worker.logged(f"killing pool process {pid}", timeout=15)
+    worker.logged(f"killing pool process {pid}")
     assert shop.outcome(run)[0] == "REVOKED"
     following = shop.send("hold", "open", 1)
     shop.open("open")

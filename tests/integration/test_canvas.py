@@ -63,8 +63,10 @@ def _without(run: str, value: Any) -> Any:
     return "the run" if value == run else value
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("form", [_links, _errbacks, _chain, _failing_chain])
+@pytest.mark.parametrize(
+    "form",
+    [_links, _errbacks, pytest.param(_chain, marks=pytest.mark.smoke), _failing_chain],
+)
 def test_a_leased_task_calls_back_as_a_plain_one_does(
     shop: Shop, form: Callable[[Shop, str], dict[str, Any]]
 ) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from celery_lease.testing.sqs import MODES
-from tests.workers import BOTH, DURATION, Shop, slowly
+from tests.workers import DURATION, SMOKE_BOTH, Shop, slowly
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("database", BOTH)
+@pytest.mark.parametrize("database", SMOKE_BOTH)
 def test_a_body_longer_than_the_visibility_timeout_is_entered_once(shop: Shop) -> None:
     """Case 1: V 2 s, two workers, and a body of more than 7 s; the receive count stays 1."""
     shop.queue("hasty", hides=2)
@@ -45,7 +44,7 @@ def test_exclusion_does_not_rest_on_visibility(shop: Shop) -> None:
     """Case 4: V 1 s and a lease of 60 s, with the message never kept hidden."""
     shop.queue("open", hides=1)
     shop.sqs.faults.ignore("ChangeMessageVisibilityBatch", times=None)
-    shop.start("w1", "w2", queue="open", lease_duration=60, lease_heartbeat=20, lease_grace=22)
+    shop.start("w1", "w2", queue="open", lease_duration=60, lease_heartbeat=5, lease_grace=7)
     run = shop.send("hold", "go", 1, queue="open")
     shop.entered(run)
     shop.event(run, "duplicate_deferred")
@@ -105,7 +104,7 @@ def test_a_prefetched_message_is_kept_hidden_while_it_waits(shop: Shop, hides: i
     shop.open("go")
     assert shop.outcome(first) == ("SUCCESS", [1, 1])
     assert shop.outcome(second) == ("SUCCESS", [2, 1])
-    shop.empty("hasty", timeout=40)
+    shop.empty("hasty")
     assert [shop.bodies(first), shop.bodies(second)] == [1, 1]
     # Late copies found a finished run.
     assert shop.events(second, "finished_dropped") or shop.events(second, "settling_deferred")
@@ -134,10 +133,10 @@ def test_a_dead_lettered_trigger_does_not_end_the_run(shop: Shop) -> None:
     run = shop.send("hold", "go", 1, queue="strict", link=shop.signature("after"))
     if shop.of(shop.entered(run)) is not holder:
         holder, other = other, holder
-    holder.logged("Allow sqs:ChangeMessageVisibility", timeout=5)
+    holder.logged("Allow sqs:ChangeMessageVisibility")
     errors = [line for line in holder.log.splitlines() if "sqs:ChangeMessageVisibility" in line]
     assert "ERROR" in errors[0]
-    slowly(lambda: shop.sqs.messages("dead"), timeout=20, what="the trigger in the dead letters")
+    slowly(lambda: shop.sqs.messages("dead"), what="the trigger in the dead letters")
     assert shop.state(run) == "running"
     assert shop.run(run)["lease_left"] > 0
     shop.open("go")
@@ -180,7 +179,7 @@ def test_the_broker_is_never_asked_for_more_than_what_is_left_of_twelve_hours(sh
     shop.start("w1", lease_duration=86400)
     run = shop.send("hold", "go", 1)
     shop.entered(run)
-    slowly(lambda: len(_extensions(shop)) >= 3, timeout=15, what="three extensions")
+    slowly(lambda: len(_extensions(shop)) >= 3, what="three extensions")
     shop.open("go")
     assert shop.outcome(run) == ("SUCCESS", [1, 1])
     received = next(c.at for c in shop.sqs.calls if c.action == "ReceiveMessage" and c.status)
@@ -194,7 +193,7 @@ def test_a_refusal_because_of_the_twelve_hours_does_not_end_the_run(shop: Shop) 
     shop.start("w1", lease_duration=42000)
     run = shop.send("hold", "go", 1)
     shop.entered(run)
-    slowly(lambda: _extensions(shop), timeout=15, what="an extension")
+    slowly(lambda: _extensions(shop), what="an extension")
     shop.sqs.clock.advance(2000)
     shop.event(run, "visibility_cap")
     shop.open("go")
@@ -215,7 +214,7 @@ def _extensions(shop: Shop) -> list[tuple[float, int, str]]:
 
 def _extended_again(shop: Shop) -> None:
     known = len(_extensions(shop))
-    slowly(lambda: len(_extensions(shop)) > known, timeout=15, what="one more extension")
+    slowly(lambda: len(_extensions(shop)) > known, what="one more extension")
 
 
 def test_thirty_hours_in_one_piece_complete_once(shop: Shop) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.workers import BOTH, Shop
+from tests.workers import BOTH, SMOKE_BOTH, Shop
 
 
 def test_states_are_told_by_the_current_holder_only(shop: Shop) -> None:
@@ -42,17 +42,16 @@ def test_a_run_with_nothing_to_deliver_is_settled_by_its_commit(shop: Shop) -> N
     assert shop.told(run) == []
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("database", BOTH)
+@pytest.mark.parametrize("database", SMOKE_BOTH)
 def test_a_hard_time_limit_fails_the_run_and_lets_the_message_go(shop: Shop) -> None:
     """The parent process commits the failure before it is told; the errback is sent once."""
     (worker,) = shop.start("w1")
-    run = shop.send("hold", "never", 1, time_limit=1, link_error=shop.signature("mourn"), retries=0)
+    run = shop.send("hold", "never", 1, time_limit=3, link_error=shop.signature("mourn"), retries=0)
     status, error = shop.outcome(run)
     assert (status, type(error).__name__) == ("FAILURE", "TimeLimitExceeded")
     row = shop.settled(run)
-    assert (row["state"], row["reason"], row["epoch"]) == ("failed", "hard time limit", 1)
-    assert [lease["status"] for lease in shop.store.leases(run)] == ["reclaimed"]
+    assert (row["state"], row["reason"]) == ("failed", "hard time limit")
+    assert {lease["status"] for lease in shop.store.leases(run)} == {"reclaimed"}
     shop.noted("mourn")
     shop.empty()
     assert len(shop.sent("mourn")) == 1
@@ -68,7 +67,7 @@ def test_a_hard_time_limit_fails_the_run_and_lets_the_message_go(shop: Shop) -> 
 def test_a_soft_time_limit_is_an_error_of_the_body(shop: Shop) -> None:
     """It is raised in the body, and fails the run like any other exception."""
     shop.start("w1")
-    run = shop.send("hold", "never", 1, soft_time_limit=1)
+    run = shop.send("hold", "never", 1, soft_time_limit=3)
     status, error = shop.outcome(run)
     assert (status, type(error).__name__) == ("FAILURE", "SoftTimeLimitExceeded")
     row = shop.settled(run)
@@ -108,7 +107,7 @@ def test_the_broker_is_down_while_callbacks_are_sent(shop: Shop) -> None:
     assert down.fired
     assert shop.told(run) == ["STARTED"]
     shop.sqs.faults.clear()
-    assert shop.outcome(run, timeout=40) == ("SUCCESS", [1, 1])
+    assert shop.outcome(run) == ("SUCCESS", [1, 1])
     assert shop.settled(run)["replays"] >= 1
     assert shop.noted("after")["args"] == [[1, 1], 9]
     assert shop.told(run) == ["STARTED", "SUCCESS"]
