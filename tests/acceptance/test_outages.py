@@ -51,6 +51,7 @@ def test_while_the_store_is_away_no_body_starts_and_no_message_is_lost(
         assert shop.outcome(run) == ("SUCCESS", [n, 1])
         assert shop.bodies(run) == 1
         shop.settled(run)
+    shop.noted("after", times=len(runs))
     shop.empty()
     assert len(shop.notes("after")) == len(runs)
 

@@ -53,6 +53,7 @@ def test_a_paused_holder_that_comes_back_changes_nothing(shop: Shop) -> None:
         # The first message, at most one trigger of the reclaim; no retry, no second hand-off.
         sent = [(one.get("lease_epoch", 0), one["retries"]) for one in shop.sent("hold", run)]
         assert sent in ([(0, 0)], [(0, 0), (1, 0)])
+    shop.noted("after", times=len(ENDINGS))
     callbacks = [note["parent"] for note in shop.notes("after")]
     assert len(shop.sent("after")) == len(ENDINGS)
     assert sorted(callbacks) == sorted(runs.values())

@@ -84,6 +84,7 @@ def test_a_delete_that_the_broker_did_not_do_converges(shop: Shop) -> None:
     assert shop.outcome(run) == ("SUCCESS", [1, 1])
     shop.event(run, "finished_dropped")
     shop.empty()
+    shop.noted("after")
     assert ignored.fired == 1
     assert shop.bodies(run) == 1
     assert shop.receives(run) == [2]
