@@ -124,7 +124,7 @@ lease = Table(
 event_api.listen(
     lease,
     "after_create",
-    DDL(  # type: ignore[no-untyped-call]
+    DDL(  # type: ignore[no-untyped-call]  # SQLAlchemy leaves its constructor untyped
         f"ALTER TABLE {lease.name} SET (fillfactor = 70)"
     ).execute_if(dialect="postgresql"),
 )

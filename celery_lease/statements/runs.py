@@ -12,7 +12,6 @@ from sqlalchemy import (
     and_,
     case,
     delete,
-    func,
     null,
     or_,
     select,
@@ -334,10 +333,4 @@ FORGET = delete(run).where(
     run.c.settled_at < now() - p("age", Double),
     run.c.envelope.is_(None),
     run.c.outcome.is_(None),
-)
-
-COUNTS = (
-    select(run.c.state, func.count().label("runs"))
-    .where(run.c.namespace == p("namespace"))
-    .group_by(run.c.state)
 )

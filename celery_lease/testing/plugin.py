@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def strict_sqs_server() -> Iterator[StrictSQS]:
-    """The strict SQS of this session; prefer `strict_sqs`, which is clean for each test."""
+    """One strict SQS for all tests of a run; prefer `strict_sqs`, clean for each test."""
     try:
         from celery_lease.testing.sqs import StrictSQS
     except ModuleNotFoundError as error:
