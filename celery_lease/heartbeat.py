@@ -128,13 +128,10 @@ class Heartbeat:
 
     def _extend_settling(self, telling: Iterable[Kept]) -> None:
         """What is being told is not to be told by somebody else meanwhile."""
-        pairs = [(kept.run_id, kept.holder) for kept in telling]
-        if pairs:
+        told = [(kept.run_id, kept.holder, kept.terms.settle_timeout) for kept in telling]
+        if told:
             with contextlib.suppress(StoreUnavailable, StoreBusy):
-                self.store.extend_settling(pairs, self._settle_in())
-
-    def _settle_in(self) -> float:
-        return max((kept.terms.settle_timeout for kept in self.keeper.all()), default=60.0)
+                self.store.extend_settling(told)
 
     def _lose(self, kept: Kept, reason: str) -> None:
         logger.warning(

@@ -37,9 +37,9 @@ class Renewals(Foundation):
             return _sorted_out(holders, {row.holder: (row.status, row.reason) for row in rows})
         return self.connections.transact(lambda c: _renew(c, holders, yielding))
 
-    def extend_settling(self, holders: Iterable[tuple[str, str]], settle_in: float) -> None:
-        """The outcomes of these (run, holder) pairs are still being delivered."""
-        pairs = [{"run_id": run, "holder": who, "settle_in": settle_in} for run, who in holders]
+    def extend_settling(self, telling: Iterable[tuple[str, str, float]]) -> None:
+        """The outcomes of these (run, holder, seconds left) are still being delivered."""
+        pairs = [{"run_id": run, "holder": who, "settle_in": left} for run, who, left in telling]
 
         def work(connection: Connection) -> None:
             for pair in pairs:  # each its own commit: no two runs are locked together

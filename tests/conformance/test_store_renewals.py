@@ -172,7 +172,7 @@ class TestSettling:
         grant = claim(store, run_id, terms)
         complete(store, grant)
         age(store, 50)
-        store.extend_settling([(run_id, grant.holder)], 60.0)
+        store.extend_settling([(run_id, grant.holder, 60.0)])
         age(store, 50)
         assert store.replay(run_id, new_holder(), terms) is None
         assert store.due() == []
@@ -181,10 +181,10 @@ class TestSettling:
         self, store: Store, run_id: str, terms: Terms, age: Callable[..., None]
     ) -> None:
         complete(store, claim(store, run_id, terms))
-        store.extend_settling([(run_id, new_holder())], 600.0)
+        store.extend_settling([(run_id, new_holder(), 600.0)])
         age(store, 61)
         assert store.replay(run_id, new_holder(), terms) is not None
 
     def test_of_nobody_asks_nothing(self, store: Store) -> None:
         store.settle([])
-        store.extend_settling([], 60.0)
+        store.extend_settling([])

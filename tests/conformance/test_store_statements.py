@@ -162,7 +162,7 @@ class TestAnOutcome:
     ) -> None:
         grant = claim(store, run_id, terms)
         before = dump(store, run_id)
-        store.extend_settling([(run_id, grant.holder)], 60.0)
+        store.extend_settling([(run_id, grant.holder, 60.0)])
         assert dump(store, run_id) == before
 
     def test_is_kept_back_no_more_once_it_is_settled(
@@ -172,7 +172,7 @@ class TestAnOutcome:
         complete(store, grant)
         store.settle([(run_id, grant.holder)])
         before = dump(store, run_id)
-        store.extend_settling([(run_id, grant.holder)], 60.0)
+        store.extend_settling([(run_id, grant.holder, 60.0)])
         assert dump(store, run_id) == before
 
     def test_is_undeliverable_only_if_it_is_one_and_unsettled(

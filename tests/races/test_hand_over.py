@@ -372,7 +372,7 @@ def test_settling_and_extending_the_same_outcomes_in_opposite_orders_never_deadl
     def one(own: Store, who: int) -> None:
         for _ in range(5):
             if who % 2:
-                own.extend_settling(pairs[::-1], 60.0)
+                own.extend_settling([(*pair, 60.0) for pair in pairs[::-1]])
             else:
                 own.settle(pairs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -325,6 +326,31 @@ def test_an_outcome_is_not_kept_back_for_ever_by_a_process_that_hangs_in_a_callb
     age(store, terms.settle_timeout + 1)
     heartbeat.run_once()
     assert store.replay(run_id, "node/other", terms) is not None
+
+
+def test_an_outcome_that_is_given_up_during_the_tick_waits_no_longer_than_its_task_says(
+    heartbeat: Heartbeat,
+    keep: Callable[..., tuple[Kept, Grant]],
+    store: Store,
+    terms: Terms,
+    run_id: str,
+    age: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tick asked with the delivery in hand, and its message was given back meanwhile."""
+    short = replace(terms, settle_timeout=5.0)
+    kept, grant = keep(run_id, terms=short)
+    store.complete(grant, b"x", deliver=True, settle_in=5.0)
+    renew = heartbeat.store.renew
+
+    def slow(*args: Any, **kw: Any) -> Any:
+        heartbeat.keeper.forget(kept.holder)
+        return renew(*args, **kw)
+
+    monkeypatch.setattr(heartbeat.store, "renew", slow)
+    heartbeat.run_once()
+    age(store, 6)
+    assert store.replay(run_id, "node/other", short) is not None
 
 
 def test_a_stopping_worker_asks_its_holders_to_yield(
