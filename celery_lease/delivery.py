@@ -8,14 +8,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from celery_lease import signals
 from celery_lease.errors import LeaseError, StoreBusy, StoreUnavailable
+from celery_lease.moments import seconds_until
 from celery_lease.results import Defer
 from celery_lease.states import Decision, RunState, RunView, Step, decide
 from celery_lease.store import Grant, Replay
@@ -143,6 +142,8 @@ class Admission:
         expected = self._delivery.expected
         if expected == 0:
             self._before_a_first_claim()
+            if self._ahead() > 0 and self._store.view(self._delivery.run_id) is None:
+                self._act(None, expected)
         for _ in range(_TRIES):
             answer = self._claim(expected)
             if isinstance(answer, Grant):
@@ -163,10 +164,14 @@ class Admission:
         run_id = self._delivery.run_id
         if self._delivery.revoked and is_unheld(self._store.view(run_id)):
             self._store.revoke(run_id, "revoked by Celery")
-        left = _seconds_until(self._request.expires)
+        left = seconds_until(self._request.expires)
         if left is not None and left <= 0:
             self._enqueue(expires_in=left)
             self._store.expire(run_id)
+
+    def _ahead(self) -> float:
+        """Seconds until the message's ETA; a trigger of the store has none."""
+        return seconds_until(self._request.eta) or 0.0
 
     def _claim(self, expected: int) -> Any:
         return self._store.claim(
@@ -187,6 +192,7 @@ class Admission:
             view,
             expected=expected,
             holder=holder,
+            runnable=self._ahead() <= 0,
             stored=self._delivery.stored,
             receives=self._delivery.receives,
             can_defer=self._delivery.can_defer,
@@ -216,7 +222,7 @@ class Admission:
                 if replay is not None:
                     return replay
             case Step.ENQUEUE:
-                self._enqueue()
+                self._enqueue(delay=self._ahead(), expires_in=seconds_until(self._request.expires))
                 self._drop(decision.reason)
             case Step.CLAIM | Step.GO_ON:
                 pass
@@ -276,13 +282,14 @@ class Admission:
             reason=kind,
         )
 
-    def _enqueue(self, expires_in: float | None = None) -> None:
+    def _enqueue(self, *, delay: float = 0.0, expires_in: float | None = None) -> None:
         self._store.enqueue(
             self._delivery.run_id,
             task=self._task.name,
             terms=self._terms,
             envelope=self._envelope(),
             deliver=self._task.has_to_deliver(self._request),
+            delay=delay,
             expires_in=expires_in,
         )
 
@@ -324,11 +331,3 @@ def _whole(value: Any) -> int:
         return max(0, int(value or 0))
     except (TypeError, ValueError):
         return 0
-
-
-def _seconds_until(moment: Any) -> float | None:
-    """Seconds until Celery's ``expires``, by this host's clock as Celery does it."""
-    if moment is None:
-        return None
-    aware = maybe_make_aware(maybe_iso8601(moment), UTC)
-    return float((aware - datetime.now(UTC)).total_seconds())

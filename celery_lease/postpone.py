@@ -8,15 +8,13 @@ envelope under the epoch, and its trigger is sent after the commit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from celery.utils.time import maybe_iso8601, maybe_make_aware
-
-from celery_lease.trigger import EPOCH_HEADER, Envelope
+from celery_lease.moments import seconds_until
+from celery_lease.trigger import EPOCH_HEADER, Envelope, message_headers
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
@@ -44,34 +42,12 @@ class Catcher:
     def _reraise_as_library_errors(self) -> Iterator[None]:
         yield
 
-    def publish(
-        self,
-        body: Any,
-        *,
-        headers: Mapping[str, Any],
-        serializer: str,
-        exchange: Any = "",
-        routing_key: str = "",
-        compression: str | None = None,
-        **properties: Any,
-    ) -> None:
-        """Keep the message as an envelope and its ETA as a delay."""
-        if isinstance(body, Mapping):  # Celery's message protocol 1 has all in its body
-            headers = {**body, **headers}
-            body = body["args"], body["kwargs"], body
-        args, kwargs, embed = body
-        self.delay = _delay(headers.get("eta"))
-        self.envelope = Envelope.pack(
-            args=args,
-            kwargs=kwargs,
-            embed=embed or {},
-            content_type=serializer,
-            headers=headers,
-            properties=properties,
-            exchange=str(getattr(exchange, "name", exchange) or ""),
-            routing_key=routing_key,
-            compression=compression,
-        )
+    def publish(self, body: Any, **publishing: Any) -> None:
+        """Keep a task's message as an envelope and its ETA as a delay; events go nowhere."""
+        envelope = Envelope.of_publishing(body, publishing)
+        if envelope is not None:
+            self.envelope = envelope
+            self.delay = max(0.0, seconds_until(message_headers(body, publishing).get("eta")) or 0)
 
 
 _CATCHER: ContextVar[Catcher | None] = ContextVar("celery_lease_retry", default=None)
@@ -104,10 +80,3 @@ def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
         options = retry.sig.options
         options["headers"] = {**(options.get("headers") or {}), EPOCH_HEADER: execution.epoch}
         execution.release("retry")
-
-
-def _delay(eta: Any) -> float:
-    if eta is None:
-        return 0.0
-    aware = maybe_make_aware(maybe_iso8601(eta), UTC)
-    return max(0.0, float((aware - datetime.now(UTC)).total_seconds()))

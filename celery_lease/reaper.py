@@ -88,10 +88,12 @@ class Reaper:
     def pass_and_wait(self) -> float:
         """One pass for the loop; returns a jittered delay, so that reapers spread out."""
         try:
-            self.run_once()
+            reaped = self.run_once()
         except LeaseError as exc:
             logger.warning("reaper: this pass was cut short: %s", exc)
             self._on_store(isinstance(exc, StoreBusy))
         else:
             self._on_store(True)
+            if reaped.triggered >= _RESENDS:
+                return 0.0  # a full portion: more is due
         return self.interval * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load only

@@ -49,6 +49,8 @@ class LeasedRequest(Request):
         self._side = worker
         if worker is None:
             return
+        # Celery would hold the message until then; the child moves it to a timer in the store.
+        self._eta = None
         self._terms = leasing.terms(self._task.lease_policy)
         self._holder = new_holder(self._hostname)
         held = worker.hold(message)

@@ -21,6 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_lease import signals
 from celery_lease.application import Leasing
+from celery_lease.delays import DelayingProducer
 from celery_lease.delivery import Admission, Delivery
 from celery_lease.errors import InvalidSetting, LeaseLost
 from celery_lease.execution import Execution
@@ -288,11 +289,23 @@ class LeasedTask(Task):
             catcher.listening = False
 
     def apply_async(self, *args: Any, **kwargs: Any) -> Any:
-        """Celery's ``apply_async``; the message of a retry is caught, not sent."""
+        """Celery's ``apply_async``; what is due later waits in the broker or in the store.
+
+        The message of a retry is caught, not sent.
+        """
         catcher = caught_by()
         if catcher is not None and catcher.listening:
             kwargs["producer"] = catcher
+        elif self._may_wait(kwargs):
+            with self.app.producer_or_acquire(kwargs.pop("producer", None)) as producer:
+                delaying = DelayingProducer(Leasing.of(self.app), self, producer)
+                return super().apply_async(*args, producer=delaying, **kwargs)
         return super().apply_async(*args, **kwargs)
+
+    def _may_wait(self, options: Mapping[str, Any]) -> bool:
+        later = options.get("countdown") or options.get("eta")
+        eager = self.app.conf.task_always_eager
+        return bool(later) and not eager and Leasing.of(self.app).settings.enabled
 
     def on_replace(self, sig: Any) -> Any:
         """Celery's ``replace``: this run ends, and its replacement is a run of its own."""

@@ -33,6 +33,7 @@ __all__ = [
     "Envelope",
     "Sender",
     "fix_callback_ids",
+    "message_headers",
     "name_replacement",
 ]
 
@@ -108,6 +109,31 @@ class Envelope:
                 name: properties[name] for name in _PROPERTIES if properties.get(name) is not None
             },
             compression=compression,
+        )
+
+    @classmethod
+    def of_publishing(cls, body: Any, publishing: Mapping[str, Any]) -> Envelope | None:
+        """The envelope of what Celery is about to give to ``Producer.publish``.
+
+        None if it is not a task's message: Celery sends its events the same way.
+        """
+        headers = message_headers(body, publishing)
+        if "task" not in headers:
+            return None
+        if isinstance(body, Mapping):
+            body = body["args"], body["kwargs"], body
+        args, kwargs, embed = body
+        exchange = publishing.get("exchange")
+        return cls.pack(
+            args=args,
+            kwargs=kwargs,
+            embed=embed or {},
+            content_type=publishing["serializer"],
+            headers=headers,
+            properties=publishing,
+            exchange=str(getattr(exchange, "name", exchange) or ""),
+            routing_key=publishing.get("routing_key") or "",
+            compression=publishing.get("compression"),
         )
 
     def dump(self) -> bytes:
@@ -204,6 +230,12 @@ class Sender:
                 and queue.routing_key == envelope.routing_key
             ]
         return [self._app.amqp.queues[envelope.routing_key]]
+
+
+def message_headers(body: Any, publishing: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's headers; in Celery's message protocol 1 they stand in the body."""
+    headers = publishing.get("headers") or {}
+    return {**body, **headers} if isinstance(body, Mapping) else dict(headers)
 
 
 def _serializer_of(content_type: str) -> str:
