@@ -109,6 +109,7 @@ def _as_view(row: Any) -> RunView:
         overdue=bool(row.overdue),
         settled=row.settled_at is not None,
         settle_in=_or_never(row.settle_in),
+        dead_letter=bool(row.dead_letter),
         lease_status=None if row.status is None else LeaseStatus(row.status),
         lease_left=_or_never(row.lease_left),
         grace_left=grace - row.suspect_for if row.suspect_for is not None else grace,

@@ -68,6 +68,7 @@ class Outbox(Foundation):
                 RunState(row.state),
                 row.epoch,
                 row.outcome,
+                bool(row.dead_letter),
                 row.reason,
                 row.envelope,
                 row.replays,

@@ -73,8 +73,13 @@ class Recovery(Foundation):
             )
         )
 
-    def abandon(self, run_id: str, epoch: int, holder: str, reason: str) -> HandedOver | None:
-        """The parent process saw its child die, or stall; None if the lease had ended."""
+    def abandon(
+        self, run_id: str, epoch: int, holder: str, reason: str, *, delay: float = 0.0
+    ) -> HandedOver | None:
+        """The parent process saw its child die, or stall; None if the lease had ended.
+
+        A run that goes on is due ``delay`` seconds from now.
+        """
 
         def end(connection: Connection, _run: Any) -> str | None:
             given = {"run_id": run_id, "epoch": epoch, "holder": holder, "reason": reason}
@@ -82,7 +87,9 @@ class Recovery(Foundation):
             return None if row is None else str(row.holder)
 
         return self.connections.transact(
-            lambda c: _hand_over(c, runs.LOCK, run_id, epoch, end=end, kind="abandoned", why=reason)
+            lambda c: _hand_over(
+                c, runs.LOCK, run_id, epoch, end=end, kind="abandoned", why=reason, delay=delay
+            )
         )
 
     def give_up(
@@ -95,6 +102,7 @@ class Recovery(Foundation):
         reason: str,
         deliver: bool,
         settle_in: float,
+        dead_letter: bool = False,
     ) -> bool:
         """The parent process fails its child's run; False if the lease had ended.
 
@@ -109,6 +117,7 @@ class Recovery(Foundation):
             "reason": reason,
             "deliver_outcome": deliver,
             "settle_in": settle_in,
+            "dead_letter": dead_letter,
         }
 
         def work(connection: Connection) -> bool:
@@ -206,6 +215,7 @@ def _hand_over(
     end: Any,
     kind: str,
     why: str,
+    delay: float = 0.0,
 ) -> HandedOver | None:
     """Lock the run, end its lease, ask the guard, move the run: always in this order."""
     run = ask(connection, lock, {"run_id": run_id}).first()
@@ -234,6 +244,7 @@ def _hand_over(
             "reason": reason,
             "restart": restart,
             "due": state is RunState.READY or ended,
+            "delay": 0.0 if ended else delay,
             "ended": ended,
         },
     )
