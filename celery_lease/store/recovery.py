@@ -26,7 +26,7 @@ class Recovery(Foundation):
     def expired(self, most: int = 100) -> list[tuple[str, int]]:
         """Live leases of this namespace whose time is over, as (run, epoch)."""
         given = {"namespace": self.namespace, "most": most}
-        rows = self.connections.run(lambda c: ask(c, leases.EXPIRED, given).all())
+        rows = self.connections.run(lambda c: ask(c, leases.EXPIRED, given))
         return [(row.run_id, row.epoch) for row in rows]
 
     def suspect(self, run_id: str, epoch: int) -> bool:
@@ -47,7 +47,7 @@ class Recovery(Foundation):
     def overripe(self, most: int = 100) -> list[tuple[str, int]]:
         """Suspect leases whose grace is over, as (run, epoch)."""
         given = {"namespace": self.namespace, "most": most}
-        rows = self.connections.run(lambda c: ask(c, leases.OVERRIPE, given).all())
+        rows = self.connections.run(lambda c: ask(c, leases.OVERRIPE, given))
         return [(row.run_id, row.epoch) for row in rows]
 
     def reclaim(self, run_id: str, epoch: int) -> HandedOver | None:
@@ -153,7 +153,7 @@ class Recovery(Foundation):
 
     def _next_orphaned(self, most: int) -> list[str]:
         given = {"after": self._after_lease, "most": most}
-        rows = self.connections.run(lambda c: ask(c, leases.SWEPT, given).all())
+        rows = self.connections.run(lambda c: ask(c, leases.SWEPT, given))
         self._after_lease = rows[-1].run_id if len(rows) == most else ""
         return [
             row.run_id
@@ -163,7 +163,7 @@ class Recovery(Foundation):
 
     def _next_unfinished(self, most: int) -> tuple[list[str], list[str]]:
         given = {"namespace": self.namespace, "after": self._after_run, "most": most}
-        rows = self.connections.run(lambda c: ask(c, runs.UNFINISHED, given).all())
+        rows = self.connections.run(lambda c: ask(c, runs.UNFINISHED, given))
         self._after_run = rows[-1].run_id if len(rows) == most else ""
         unheld = [row.run_id for row in rows if row.state == RunState.RUNNING and not row.held]
         overdue = [row.run_id for row in rows if row.state == RunState.READY and row.overdue]

@@ -158,8 +158,7 @@ def test_an_eager_run_has_no_message_and_simply_fails(tmp_path: Path) -> None:
 
 def test_a_result_names_the_exception_and_its_reason(tmp_path: Path) -> None:
     """Both travel through a serializer that knows only classes and their arguments."""
-    app = app_of(tmp_path, backend=f"db+sqlite:///{tmp_path / 'results.sqlite3'}")
-    app.conf.result_serializer = "json"
+    app = app_of(tmp_path, result_serializer="json")
     task = leased(app, name="t")(_fails(LeaveMessage("not a picture")))
     guest = Guest(app)
     result = task.delay()
