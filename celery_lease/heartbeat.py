@@ -21,6 +21,7 @@ from celery_lease.interrupts import INTERRUPT_SIGNAL
 from celery_lease.keeper import Keeper, Kept
 from celery_lease.store import Renewal, Store
 from celery_lease.visibility import Gone, Visibility
+from celery_lease.visibility.answers import DENIED
 
 __all__ = ["Heartbeat"]
 
@@ -228,7 +229,8 @@ class Heartbeat:
 
     def _not_kept(self, kept: Kept, failure: Gone) -> None:
         if not failure.final:
-            kept.extend_at = self._now() + _SHORTEST_TICK
+            if failure.code != DENIED:  # a missing permission is not asked for every second
+                kept.extend_at = self._now() + _SHORTEST_TICK
             return
         kept.extend_at = float("inf")
         capped = failure.code == "cap" or "Total VisibilityTimeout" in failure.message

@@ -7,6 +7,7 @@ hidden until it is let go, and turns what happens to the child into verbs of the
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from celery_lease.outcomes import encode_failure
 from celery_lease.results import Defer, Told, Voice, speaking
 from celery_lease.states import LIVE
 from celery_lease.store import Grant
+from celery_lease.turns import Turn
 
 __all__ = ["LeasedRequest"]
 
@@ -37,6 +39,12 @@ _RETRY_DELAY = 5.0
 
 class LeasedRequest(Request):
     """Celery's request of a leased task; made once a delivery, in the main process."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Celery makes a class for each task, with a way into the pool of its own."""
+        super().__init_subclass__(**options)
+        if "execute_using_pool" in cls.__dict__:
+            cls.execute_using_pool = _in_turn(cls.__dict__["execute_using_pool"])
 
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
@@ -63,6 +71,7 @@ class LeasedRequest(Request):
             can_defer=held is not None,
             attended=True,
             interruptible=worker.forks,
+            in_group=held is not None and held.group is not None,
             slot=slot.index if slot else None,
             node=self._hostname,
             content_type=self._content_type or "application/json",
@@ -88,6 +97,24 @@ class LeasedRequest(Request):
             if stamp in revoked
             for value in maybe_list(self.stamps.get(stamp)) or ()
         )
+
+    def take_turn(self, begin: Callable[[], Any]) -> Any:
+        """Go to the pool, but not beside another delivery of the same FIFO group."""
+        group = self._group()
+        if self._side is None or group is None:
+            return begin()
+        give_back = functools.partial(self._defer, 0.0)
+        return self._side.turns.take(Turn(group, self._holder, begin, give_back))
+
+    def _end_turn(self, *, gone: bool) -> None:
+        group = self._group()
+        if self._side is not None and group is not None:
+            # Those behind it would not begin in a worker that stops.
+            self._side.turns.end(group, self._holder, gone=gone and not self._side.board.stopping)
+
+    def _group(self) -> tuple[str, str] | None:
+        held = self._held if self._side is not None else None
+        return None if held is None or held.group is None else (held.queue, held.group)
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """The pool has taken it: its lease is renewed from now on."""
@@ -146,7 +173,14 @@ class LeasedRequest(Request):
             self._side.forget(self._holder)
             if self._settles:
                 self._side.delivered(self._delivery.run_id, self._holder)
-        super().acknowledge()
+        try:
+            super().acknowledge()
+        except Exception as exc:  # what the transport raises, for instance without permission
+            if self._side is None or self._held is None:
+                raise
+            self.acknowledged = True
+            self._side.visibility.not_deleted(self._message, self._held, exc)
+        self._end_turn(gone=True)
 
     def reject(self, requeue: bool = False) -> None:
         """Give the message back to the broker, or leave it to its dead-letter queue."""
@@ -158,6 +192,7 @@ class LeasedRequest(Request):
                 self._side.delivered(self._delivery.run_id, self._holder)
         self._returned = self._returned or requeue
         super().reject(requeue)
+        self._end_turn(gone=not requeue)
 
     def _defer(self, delay: float) -> None:
         """Neither deleted nor sent again: hidden for ``delay`` seconds."""
@@ -172,6 +207,7 @@ class LeasedRequest(Request):
             return
         self._side.defer(self._message, self._held, delay)
         self.acknowledged = True
+        self._end_turn(gone=False)
         self.send_event("lease-deferred", delay=delay)
 
     # -- verbs of the parent ------------------------------------------------------------
@@ -306,3 +342,11 @@ class LeasedRequest(Request):
     def _encoded(self, exc: BaseException) -> bytes:
         leasing = Leasing.of(self._app)
         return encode_failure(leasing.results, self._app.backend, exc, self._delivery.run_id)
+
+
+def _in_turn(execute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(execute)
+    def execute_in_turn(request: LeasedRequest, pool: Any, **options: Any) -> Any:
+        return request.take_turn(functools.partial(execute, request, pool, **options))
+
+    return execute_in_turn

@@ -24,6 +24,7 @@ from celery_lease.loop import Loop
 from celery_lease.outage import Outage
 from celery_lease.reaper import Reaper
 from celery_lease.results import Defer
+from celery_lease.turns import Turns
 from celery_lease.visibility import Held, Visibility
 from celery_lease.visibility.sqs import SQSVisibility
 
@@ -50,7 +51,11 @@ class WorkerSide:
         self.forks = "prefork" in worker.pool_cls.__module__
         self.store: Store = leasing.store
         self.keeper = Keeper(self.board)
-        self.visibility: Visibility = SQSVisibility(timeout=leasing.settings.statement_timeout)
+        self.visibility: Visibility = SQSVisibility(
+            timeout=leasing.settings.statement_timeout,
+            retrigger_after=leasing.settings.retrigger_after,
+        )
+        self.turns = Turns()
         self.outage = Outage(worker, self._probe)
         settings = leasing.settings
         self.reaper = Reaper(
@@ -100,6 +105,7 @@ class WorkerSide:
         for kept in self.keeper.all():
             if kept.pid is None:
                 self.keeper.forget(kept.holder)
+        self.turns.keep_only({kept.holder for kept in self.keeper.all()})
 
     def delivered(self, run_id: str, holder: str) -> None:
         """The outcome of this run was reported."""
