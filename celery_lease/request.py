@@ -16,7 +16,7 @@ from typing import Any
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.utils.functional import maybe_list
 from celery.worker import state as worker_state
 from celery.worker.request import Request
@@ -98,13 +98,21 @@ class LeasedRequest(Request):
             for value in maybe_list(self.stamps.get(stamp)) or ()
         )
 
-    def take_turn(self, begin: Callable[[], Any]) -> Any:
+    def take_turn(self, execute: Callable[[], Any]) -> Any:
         """Go to the pool, but not beside another delivery of the same FIFO group."""
         group = self._group()
         if self._side is None or group is None:
-            return begin()
+            return execute()
+        begin = functools.partial(self._side.process, self)
         give_back = functools.partial(self._defer, 0.0)
-        return self._side.turns.take(Turn(group, self._holder, begin, give_back))
+        if not self._side.turns.take(Turn(group, self._holder, begin, give_back)):
+            # Celery then gives the pool's free place to the next delivery.
+            raise TaskRevokedError("waits for another delivery of its group")
+        try:
+            return execute()
+        except BaseException:
+            self._end_turn(gone=False)
+            raise
 
     def _end_turn(self, *, gone: bool) -> None:
         group = self._group()

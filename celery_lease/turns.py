@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 __all__ = ["Turn", "Turns"]
 
@@ -26,8 +25,8 @@ class Turn:
     #: Names the group, across queues.
     group: tuple[str, str]
     holder: str
-    #: Gives the delivery to the pool.
-    begin: Callable[[], Any]
+    #: Lets the worker try again to give the delivery to the pool.
+    begin: Callable[[], None]
     #: Gives its message back to the broker.
     give_back: Callable[[], None]
 
@@ -47,15 +46,16 @@ class Turns:
         self._lines: dict[tuple[str, str], _Line] = {}
         self._lock = threading.Lock()
 
-    def take(self, turn: Turn) -> Any:
-        """Begin now if nobody of the group is at work, else when its turn comes."""
+    def take(self, turn: Turn) -> bool:
+        """Whether it is this delivery's turn; if not, ``begin`` is called when it is."""
         with self._lock:
             line = self._lines.get(turn.group)
-            if line is not None:
+            if line is None:
+                self._lines[turn.group] = _Line(turn.holder)
+            elif line.holder != turn.holder:
                 line.waiting.append(turn)
-                return None
-            self._lines[turn.group] = _Line(turn.holder)
-        return self._begin(turn)
+                return False
+            return True
 
     def end(self, group: tuple[str, str], holder: str, *, gone: bool) -> None:
         """The message of this delivery is ``gone``, or comes back and must be the next one."""
@@ -69,7 +69,7 @@ class Turns:
             else:
                 line.holder = following.holder
         if following is not None:
-            self._begin(following)
+            following.begin()
             return
         for turn in line.waiting:
             turn.give_back()
@@ -81,10 +81,3 @@ class Turns:
                 line.waiting.clear()
                 if line.holder not in holders:
                     del self._lines[group]
-
-    def _begin(self, turn: Turn) -> Any:
-        try:
-            return turn.begin()
-        except BaseException:
-            self.end(turn.group, turn.holder, gone=False)
-            raise

@@ -96,6 +96,10 @@ class WorkerSide:
         """A pool process has taken the delivery."""
         self.keeper.accepted(holder, pid, interruptible=self.forks)
 
+    def process(self, request: Any) -> None:
+        """Give a delivery to the pool, as Celery does, when there is a place."""
+        self._worker.process_task(request)
+
     def forget(self, holder: str) -> None:
         """Nothing more is asked about this delivery's message."""
         self.keeper.forget(holder)
