@@ -181,13 +181,7 @@ class LeasedRequest(Request):
             self._side.forget(self._holder)
             if self._settles:
                 self._side.delivered(self._delivery.run_id, self._holder)
-        try:
-            super().acknowledge()
-        except Exception as exc:  # what the transport raises, for instance without permission
-            if self._side is None or self._held is None:
-                raise
-            self.acknowledged = True
-            self._side.visibility.not_deleted(self._message, self._held, exc)
+        super().acknowledge()
         self._end_turn(gone=True)
 
     def reject(self, requeue: bool = False) -> None:

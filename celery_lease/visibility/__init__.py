@@ -60,6 +60,3 @@ class Visibility(Protocol):
 
     def defer(self, message: Any, held: Held, delay: float) -> None:
         """Let the message come back after ``delay`` seconds, neither deleted nor re-sent."""
-
-    def not_deleted(self, message: Any, held: Held, exc: Exception) -> None:
-        """The broker's transport could not delete the message: it comes back once more."""

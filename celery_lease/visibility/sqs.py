@@ -8,11 +8,12 @@ database alone decides who may run what.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from celery_lease.complaints import Complaints
@@ -104,6 +105,8 @@ class SQSVisibility:
         url = info.get("sqs_queue")
         if not received or not url:
             return None
+        # Celery calls it in its main loop, where an error of kombu's would end the worker.
+        message.ack = functools.partial(self._ack, message, message.ack)
         return Held(
             handle=received["ReceiptHandle"],
             queue=url,
@@ -179,17 +182,23 @@ class SQSVisibility:
                     logger.info("could not defer a message of %s: %s", held.queue, exc)
         message.channel.qos.ack(message.delivery_tag)
 
-    def not_deleted(self, message: Any, held: Held, exc: Exception) -> None:
-        """The message could not be deleted: say so, and free its prefetch slot."""
-        self._complaints.say(
-            f"delete {held.queue} {type(exc).__name__}",
-            logging.ERROR,
-            "messages of %s cannot be deleted: %s. Allow sqs:DeleteMessage; until then each comes "
-            "back after the queue's visibility timeout, and is dropped again",
-            held.queue,
-            exc,
-        )
-        message.channel.qos.ack(message.delivery_tag)
+    def _ack(self, message: Any, ack: Callable[..., None], *args: Any, **options: Any) -> None:
+        """What kombu does, but a missing permission does not end the worker."""
+        try:
+            ack(*args, **options)
+        except Exception as exc:
+            if not is_denied(exc):
+                raise
+            queue = message.delivery_info["sqs_queue"]
+            self._complaints.say(
+                f"delete {queue}",
+                logging.ERROR,
+                "messages of %s cannot be deleted: %s. Allow sqs:DeleteMessage; until then each "
+                "comes back after the queue's visibility timeout, and is dropped again",
+                queue,
+                exc,
+            )
+            message.channel.qos.ack(message.delivery_tag)
 
     def _not_hidden(self, queue: str, exc: Exception) -> None:
         if is_denied(exc):

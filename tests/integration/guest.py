@@ -75,9 +75,6 @@ class Hidden:
         """As SQS has them by default."""
         return QueueFacts(dead_letters=False)
 
-    def not_deleted(self, message: Any, held: Held, exc: Exception) -> None:
-        """Nothing to free."""
-
     def extend(self, messages: Sequence[tuple[Held, float]]) -> list[Gone]:
         """Kept."""
         self.extended += [held.handle for held, _ in messages]
