@@ -40,6 +40,9 @@ def channel_to(sqs: StrictSQS, **options: Any) -> Iterator[Any]:
         yield connection.channel()
 
 
+# kombu 5.3 keeps the clients of predefined queues in its class: each test names its own queue.
+
+
 def received(channel: Any, queue: str, **headers: Any) -> Any:
     """A message that was sent to the queue and received from it."""
     with channel.connection.client.Producer(channel) as producer:
@@ -86,9 +89,9 @@ def test_a_predefined_queue_is_asked_with_its_own_keys_and_without_its_backoff(
 
 
 def test_a_predefined_queue_is_found_by_its_url_whatever_the_routing_key(sqs: StrictSQS) -> None:
-    url = sqs.create_queue("theirs", VisibilityTimeout=30)
-    with channel_to(sqs, predefined_queues={"theirs": {"url": url}}) as channel:
-        message = received(channel, "theirs")
+    url = sqs.create_queue("found-by-url", VisibilityTimeout=30)
+    with channel_to(sqs, predefined_queues={"found-by-url": {"url": url}}) as channel:
+        message = received(channel, "found-by-url")
         message.delivery_info["routing_key"] = "orders.new"
         held = SQSVisibility().hold(message)
         assert held is not None
@@ -101,19 +104,19 @@ def test_a_held_message_outlives_the_session_of_its_role(
     """The client follows new credentials, and no new client is made for them."""
     for name, value in (STATIC_KEYS | REGION | {"AWS_ENDPOINT_URL_STS": sqs.url}).items():
         monkeypatch.setenv(name, value)
-    url = sqs.create_queue("theirs", VisibilityTimeout=30)
+    url = sqs.create_queue("of-a-role", VisibilityTimeout=30)
     sqs.faults.shorten_sessions(2)
     visibility = SQSVisibility()
-    options = {"predefined_queues": {"theirs": {"url": url}}, "sts_role_arn": ROLE}
+    options = {"predefined_queues": {"of-a-role": {"url": url}}, "sts_role_arn": ROLE}
     with channel_to(sqs, **options) as channel:
-        held = visibility.hold(received(channel, "theirs"))
+        held = visibility.hold(received(channel, "of-a-role"))
         assert held is not None
         keys = set()
         ends = time.monotonic() + 5
         while time.monotonic() < ends:
             assert visibility.extend([(held, 60)]) == []
             keys.add(sqs.calls_of("ChangeMessageVisibilityBatch")[-1].access_key)
-            again = visibility.hold(received(channel, "theirs"))
+            again = visibility.hold(received(channel, "of-a-role"))
             assert again is not None
             assert again.client is held.client
             time.sleep(0.5)
