@@ -65,7 +65,7 @@ def test_two_workers_never_execute_two_messages_of_a_group_at_once(shop: Shop) -
     shop.start("w1", "w2", slots=2, queue=QUEUE, worker_prefetch_multiplier=5, **TASKS)
     victim = shop.of(shop.entered(first))
     slowly(lambda: len(shop.notes("leave")) >= 4, what="some bodies of other groups")
-    killed, killed_at = victim.children(), time.time()
+    killed, killed_at = [victim.pid, *victim.children()], time.time()
     victim.kill()
     shop.open("go")
     for run in [first, *runs]:
