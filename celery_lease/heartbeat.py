@@ -224,7 +224,9 @@ class Heartbeat:
             assert kept.held is not None
             kept.extend_at = now + kept.terms.heartbeat
             failure = failed.get(kept.held.handle)
-            if failure is not None:
+            if failure is None:
+                kept.hidden_until = now + kept.terms.duration
+            else:
                 self._not_kept(kept, failure)
 
     def _not_kept(self, kept: Kept, failure: Gone) -> None:

@@ -108,6 +108,10 @@ class LeasedRequest(Request):
         if not self._side.turns.take(Turn(group, self._holder, begin, give_back)):
             # Celery then gives the pool's free place to the next delivery.
             raise TaskRevokedError("waits for another delivery of its group")
+        if not self._side.keeper.is_hidden(self._holder):
+            # After a pause: the message, and the one before it, may be in other hands by now.
+            self._defer(0.0)
+            raise TaskRevokedError("is not hidden any more")
         try:
             return execute()
         except BaseException:

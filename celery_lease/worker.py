@@ -85,11 +85,14 @@ class WorkerSide:
         self, delivery: Delivery, task: str, terms: Terms, held: Held | None, slot: Slot | None
     ) -> None:
         """Keep a delivery from now on: its message at once, its lease when it is accepted."""
-        extend_at = float("inf")
+        extend_at = hidden_until = float("inf")
         if held is not None:
-            within = self.visibility.timeout_of(held) / 3
-            extend_at = held.received_at + min(within, terms.heartbeat)
-        self.keeper.add(Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at))
+            timeout = self.visibility.timeout_of(held)
+            extend_at = held.received_at + min(timeout / 3, terms.heartbeat)
+            hidden_until = held.received_at + timeout
+        self.keeper.add(
+            Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at, hidden_until)
+        )
         self._beats.wake()
 
     def accepted(self, holder: str, pid: int) -> None:

@@ -104,6 +104,35 @@ def test_messages_of_a_group_that_one_receive_brought_wait_for_each_other(shop: 
     _assert_no_overlap(shop)
 
 
+def test_a_worker_that_was_paused_does_not_begin_what_waited_in_it(shop: Shop) -> None:
+    """Its messages are in other hands by then: the one before is executed there once more."""
+    shop.queue(QUEUE)
+    first, second = (
+        shop.send("in_group", "a", 0, "go", queue=QUEUE, MessageGroupId="a") for _ in range(2)
+    )
+    # The message that comes back takes the run over, before a reaper gives it another one.
+    options = {"slots": 2, "queue": QUEUE, "lease_reap_interval": 60, **TASKS}
+    (paused,) = shop.start("w1", worker_prefetch_multiplier=2, **options)
+    shop.entered(first)
+    paused.logged("] received", times=2)
+    shop.start("w2", worker_prefetch_multiplier=2, **options)
+    paused.stop()
+    slowly(lambda: shop.run(first)["lease_left"] < 0, what="the end of the lease")
+    shop.sqs.clock.advance(100)
+    again = shop.entered(first, times=2)
+    assert shop.of(again) is not paused
+    paused.cont()
+    paused.logged("lease lost")
+    paused.logged("could not defer a message of")
+    assert shop.bodies(second) == 0
+    shop.open("go")
+    assert shop.outcome(first) == ("SUCCESS", "a")
+    assert shop.outcome(second) == ("SUCCESS", "a")
+    assert shop.bodies(second) == 1
+    left = [note["at"] for note in shop.notes("leave", first)]
+    assert shop.notes("enter", second)[0]["at"] >= max(left)
+
+
 def test_a_duplicate_on_a_fifo_queue_holds_its_group_back_as_long_as_its_run_is_held(
     shop: Shop,
 ) -> None:
