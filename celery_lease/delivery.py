@@ -56,6 +56,8 @@ class Delivery:
     #: A worker's main process keeps its lease and message.
     attended: bool = False
     interruptible: bool = False
+    #: Its broker delivers nothing else of its group meanwhile.
+    in_group: bool = False
     slot: int | None = None
     revoked: bool = False
     node: str | None = None
@@ -196,6 +198,7 @@ class Admission:
             stored=self._delivery.stored,
             receives=self._delivery.receives,
             can_defer=self._delivery.can_defer,
+            in_group=self._delivery.in_group,
             sweep=self._leasing.settings.reap_interval * random.uniform(1.0, 1.5),  # noqa: S311
         )
         match decision.step:

@@ -7,6 +7,7 @@ hidden until it is let go, and turns what happens to the child into verbs of the
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.utils.functional import maybe_list
 from celery.worker import state as worker_state
 from celery.worker.request import Request
@@ -27,6 +28,7 @@ from celery_lease.outcomes import encode_failure
 from celery_lease.results import Defer, Left, Told, Voice, speaking
 from celery_lease.states import DEAD_LETTER_DELAY, LIVE
 from celery_lease.store import Grant
+from celery_lease.turns import Turn
 
 __all__ = ["LeasedRequest"]
 
@@ -38,6 +40,12 @@ _RETRY_DELAY = 5.0
 
 class LeasedRequest(Request):
     """Celery's request of a leased task; made once a delivery, in the main process."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Celery makes a class for each task, with a way into the pool of its own."""
+        super().__init_subclass__(**options)
+        if "execute_using_pool" in cls.__dict__:
+            cls.execute_using_pool = _in_turn(cls.__dict__["execute_using_pool"])
 
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
@@ -68,6 +76,7 @@ class LeasedRequest(Request):
             can_defer=held is not None,
             attended=True,
             interruptible=worker.forks,
+            in_group=held is not None and held.group is not None,
             slot=slot.index if slot else None,
             node=self._hostname,
             content_type=self._content_type or "application/json",
@@ -93,6 +102,36 @@ class LeasedRequest(Request):
             if stamp in revoked
             for value in maybe_list(self.stamps.get(stamp)) or ()
         )
+
+    def take_turn(self, execute: Callable[[], Any]) -> Any:
+        """Go to the pool, but not beside another delivery of the same FIFO group."""
+        group = self._group()
+        if self._side is None or group is None:
+            return execute()
+        begin = functools.partial(self._side.process, self)
+        give_back = functools.partial(self._defer, 0.0)
+        if not self._side.turns.take(Turn(group, self._holder, begin, give_back)):
+            # Celery then gives the pool's free place to the next delivery.
+            raise TaskRevokedError("waits for another delivery of its group")
+        if not self._side.keeper.is_hidden(self._holder):
+            # After a pause: the message, and the one before it, may be in other hands by now.
+            self._defer(0.0)
+            raise TaskRevokedError("is not hidden any more")
+        try:
+            return execute()
+        except BaseException:
+            self._end_turn(gone=False)
+            raise
+
+    def _end_turn(self, *, gone: bool) -> None:
+        group = self._group()
+        if self._side is not None and group is not None:
+            # Those behind it would not begin in a worker that stops.
+            self._side.turns.end(group, self._holder, gone=gone and not self._side.board.stopping)
+
+    def _group(self) -> tuple[str, str] | None:
+        held = self._held if self._side is not None else None
+        return None if held is None or held.group is None else (held.queue, held.group)
 
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """The pool has taken it: its lease is renewed from now on."""
@@ -159,6 +198,7 @@ class LeasedRequest(Request):
             if self._settles:
                 self._side.delivered(self._delivery.run_id, self._holder)
         super().acknowledge()
+        self._end_turn(gone=True)
 
     def reject(self, requeue: bool = False) -> None:
         """Give the message back to the broker, or leave it to its dead-letter queue."""
@@ -174,6 +214,7 @@ class LeasedRequest(Request):
                 requeue = False
                 self._side.delivered(self._delivery.run_id, self._holder)
         super().reject(requeue)
+        self._end_turn(gone=not requeue)
 
     def _leave(self) -> None:
         """The failure was told; the message is received again until its queue moves it away."""
@@ -196,6 +237,7 @@ class LeasedRequest(Request):
             return
         self._side.defer(self._message, self._held, delay)
         self.acknowledged = True
+        self._end_turn(gone=False)
         self.send_event("lease-deferred", delay=delay)
 
     # -- verbs of the parent ------------------------------------------------------------
@@ -335,3 +377,11 @@ class LeasedRequest(Request):
     def _encoded(self, exc: BaseException) -> bytes:
         leasing = Leasing.of(self._app)
         return encode_failure(leasing.results, self._app.backend, exc, self._delivery.run_id)
+
+
+def _in_turn(execute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(execute)
+    def execute_in_turn(request: LeasedRequest, pool: Any, **options: Any) -> Any:
+        return request.take_turn(functools.partial(execute, request, pool, **options))
+
+    return execute_in_turn

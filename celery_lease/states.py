@@ -220,6 +220,7 @@ def decide(
     stored: bool = False,
     receives: int | None = None,
     can_defer: bool = True,
+    in_group: bool = False,
     sweep: float = 10.0,
 ) -> Decision:
     """The delivery table: what to do with a message that expects epoch ``expected``.
@@ -227,7 +228,7 @@ def decide(
     ``runnable`` is False for a message that may not start now (its ETA is ahead),
     ``stored`` says that the message holds no arguments of its own, ``receives`` is the
     broker's count of deliveries if it is known, ``can_defer`` whether the broker can hide
-    a message again.
+    a message again, ``in_group`` that it delivers nothing else of the message's group until then.
     """
     if view is None:
         return _without_a_run(expected, runnable, stored, receives)
@@ -241,6 +242,8 @@ def decide(
         return _ready(view, expected)
     if view.holder == holder and view.lease_status in LIVE:
         return Decision(Step.GO_ON, "repeat")
+    if in_group:
+        receives = None  # dropped, it would let the next of its group begin beside the running one
     return _running(view, expected, receives, can_defer=can_defer, sweep=sweep)
 
 

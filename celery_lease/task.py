@@ -302,6 +302,10 @@ class LeasedTask(Task):
         if catcher is None:
             return super().retry(*args, **kwargs)
         catcher.listening = True
+        # Celery does not look at it: the retry would leave its FIFO group, or fair queue.
+        group = (self.request.properties or {}).get("MessageGroupId")
+        if group is not None:
+            kwargs.setdefault("MessageGroupId", group)
         try:
             return super().retry(*args, **kwargs)
         finally:

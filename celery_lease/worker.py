@@ -24,6 +24,7 @@ from celery_lease.loop import Loop
 from celery_lease.outage import Outage
 from celery_lease.reaper import Reaper
 from celery_lease.results import Defer
+from celery_lease.turns import Turns
 from celery_lease.visibility import Held, Visibility
 from celery_lease.visibility.sqs import SQSVisibility
 
@@ -50,7 +51,11 @@ class WorkerSide:
         self.forks = "prefork" in worker.pool_cls.__module__
         self.store: Store = leasing.store
         self.keeper = Keeper(self.board)
-        self.visibility: Visibility = SQSVisibility(timeout=leasing.settings.statement_timeout)
+        self.visibility: Visibility = SQSVisibility(
+            timeout=leasing.settings.statement_timeout,
+            retrigger_after=leasing.settings.retrigger_after,
+        )
+        self.turns = Turns()
         self.outage = Outage(worker, self._probe)
         settings = leasing.settings
         self.reaper = Reaper(
@@ -80,16 +85,23 @@ class WorkerSide:
         self, delivery: Delivery, task: str, terms: Terms, held: Held | None, slot: Slot | None
     ) -> None:
         """Keep a delivery from now on: its message at once, its lease when it is accepted."""
-        extend_at = float("inf")
+        extend_at = hidden_until = float("inf")
         if held is not None:
-            within = self.visibility.timeout_of(held) / 3
-            extend_at = held.received_at + min(within, terms.heartbeat)
-        self.keeper.add(Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at))
+            timeout = self.visibility.timeout_of(held)
+            extend_at = held.received_at + min(timeout / 3, terms.heartbeat)
+            hidden_until = held.received_at + timeout
+        self.keeper.add(
+            Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at, hidden_until)
+        )
         self._beats.wake()
 
     def accepted(self, holder: str, pid: int) -> None:
         """A pool process has taken the delivery."""
         self.keeper.accepted(holder, pid, interruptible=self.forks)
+
+    def process(self, request: Any) -> None:
+        """Give a delivery to the pool, as Celery does, when there is a place."""
+        self._worker.process_task(request)
 
     def forget(self, holder: str) -> None:
         """Nothing more is asked about this delivery's message."""
@@ -100,6 +112,7 @@ class WorkerSide:
         for kept in self.keeper.all():
             if kept.pid is None:
                 self.keeper.forget(kept.holder)
+        self.turns.keep_only({kept.holder for kept in self.keeper.all()})
 
     def delivered(self, run_id: str, holder: str) -> None:
         """The outcome of this run was reported."""

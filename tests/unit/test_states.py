@@ -218,6 +218,11 @@ class TestADeliveryOfARunningRun:
         assert decision == Decision(Step.DEFER, "duplicate", 60.0 + 35.0 + 10.0)
 
     @pytest.mark.parametrize("receives", [3, 4, 100])
+    def test_is_never_dropped_where_it_holds_its_group_back(self, receives: int) -> None:
+        decision = decided(RUNNING, receives=receives, in_group=True)
+        assert (decision.step, decision.reason) == (Step.DEFER, "duplicate")
+
+    @pytest.mark.parametrize("receives", [3, 4, 100])
     def test_is_dropped_from_the_third_receive_on(self, receives: int) -> None:
         assert decided(RUNNING, receives=receives) == Decision(Step.DROP, "duplicate")
 
