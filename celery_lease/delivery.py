@@ -141,6 +141,8 @@ class Admission:
 
     def _admit(self) -> Grant | Replay:
         expected = self._delivery.expected
+        if self._delivery.revoked:
+            self._pass_on_revoke()
         if expected == 0:
             self._before_a_first_claim()
         for _ in range(_TRIES):
@@ -158,11 +160,14 @@ class Admission:
         self._defer("busy", _BUSY_DELAY)
         raise AssertionError("unreachable")
 
+    def _pass_on_revoke(self) -> None:
+        """A revoke that only Celery's workers know of, at any epoch, is put to the store."""
+        if is_unheld(self._store.view(self._delivery.run_id)):
+            self._store.revoke(self._delivery.run_id, "revoked by Celery")
+
     def _before_a_first_claim(self) -> None:
-        """A revoke that only Celery knows of, or a past ``expires``, is put to the store."""
+        """A past ``expires`` that only Celery knows of is put to the store."""
         run_id = self._delivery.run_id
-        if self._delivery.revoked and is_unheld(self._store.view(run_id)):
-            self._store.revoke(run_id, "revoked by Celery")
         left = _seconds_until(self._request.expires)
         if left is not None and left <= 0:
             self._enqueue(expires_in=left)
@@ -315,7 +320,7 @@ def is_unheld(view: RunView | None) -> bool:
 
     Celery itself leaves a task alone that runs already, unless it is to be terminated.
     """
-    return view is None or view.state is RunState.READY
+    return view is None or view.state in (RunState.READY, RunState.WAITING, RunState.PARKED)
 
 
 def _whole(value: Any) -> int:

@@ -154,7 +154,8 @@ def judge(
 class RunView:
     """A run as one statement saw it; all durations in seconds by the database's clock."""
 
-    state: RunState
+    #: A newer release beside this one may have states, and a status, of its own.
+    state: RunState | str
     epoch: int
     holder: str | None
     attempt: int
@@ -167,7 +168,7 @@ class RunView:
     settled: bool
     #: Seconds until an unsettled outcome may be replayed.
     settle_in: float
-    lease_status: LeaseStatus | None
+    lease_status: LeaseStatus | str | None
     #: Seconds until the lease expires; negative once it has.
     lease_left: float
     #: Seconds until a suspect lease may be reclaimed.
@@ -225,6 +226,8 @@ def decide(
     """
     if view is None:
         return _without_a_run(expected, runnable, stored, receives)
+    if not isinstance(view.state, RunState):
+        return Decision(Step.DROP, "unknown_state")
     if expected > view.epoch:
         return _unknown(receives)
     if view.state in TERMINAL:

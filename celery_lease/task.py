@@ -365,10 +365,10 @@ class LeasedTask(Task):
 def is_plain(leasing: Leasing, request: Mapping[str, Any]) -> bool:
     """Whether the task behaves as one of Celery's own: leases are switched off.
 
-    Not for a trigger above epoch 0: its run has begun under a lease, in a worker where they
-    are switched on, and must not begin again without one.
+    Not for a trigger, also at epoch 0: its run is known to the store, and done without a
+    lease it would be triggered, and done, once more.
     """
-    return not leasing.settings.enabled and not request.get(EPOCH_HEADER)
+    return not leasing.settings.enabled and request.get(EPOCH_HEADER) is None
 
 
 def forget_lease_headers(request: Any) -> None:

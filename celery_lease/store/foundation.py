@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Executable
 
@@ -15,6 +15,7 @@ from celery_lease.store.connections import Connections
 
 __all__ = ["Foundation", "add_event", "ask"]
 
+T = TypeVar("T")
 _NEVER = 0.0
 
 
@@ -100,7 +101,7 @@ def add_event(
 def _as_view(row: Any) -> RunView:
     grace = grace_of(row.policy)
     return RunView(
-        state=RunState(row.state),
+        state=_known(RunState, row.state),
         epoch=row.epoch,
         holder=row.holder,
         attempt=row.attempt,
@@ -109,11 +110,19 @@ def _as_view(row: Any) -> RunView:
         overdue=bool(row.overdue),
         settled=row.settled_at is not None,
         settle_in=_or_never(row.settle_in),
-        lease_status=None if row.status is None else LeaseStatus(row.status),
+        lease_status=None if row.status is None else _known(LeaseStatus, row.status),
         lease_left=_or_never(row.lease_left),
         grace_left=grace - row.suspect_for if row.suspect_for is not None else grace,
         grace=grace,
     )
+
+
+def _known(words: Callable[[str], T], word: str) -> T | str:
+    """The member of an enum, or the word itself if only a newer release has it."""
+    try:
+        return words(word)
+    except ValueError:
+        return word
 
 
 def _or_never(value: float | None) -> float:
