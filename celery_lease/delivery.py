@@ -161,9 +161,14 @@ class Admission:
         raise AssertionError("unreachable")
 
     def _pass_on_revoke(self) -> None:
-        """A revoke that only Celery's workers know of, at any epoch, is put to the store."""
-        if is_unheld(self._store.view(self._delivery.run_id)):
-            self._store.revoke(self._delivery.run_id, "revoked by Celery")
+        """A revoke that only Celery's workers know of, at any epoch, is put to the store.
+
+        They remember it for hours: it must not end a run that an operator has resumed since.
+        """
+        run_id = self._delivery.run_id
+        resumed = any(event["kind"] == "resumed" for event in self._store.events(run_id))
+        if not resumed and is_unheld(self._store.view(run_id)):
+            self._store.revoke(run_id, "revoked by Celery")
 
     def _before_a_first_claim(self) -> None:
         """A past ``expires`` that only Celery knows of is put to the store."""
