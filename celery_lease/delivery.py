@@ -6,7 +6,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -81,18 +81,22 @@ class Delivery:
         )
 
     @classmethod
-    def of_request(cls, request: Any, *, queue: str) -> Delivery:
+    def of_request(
+        cls, request: Any, *, queue: str, name: Callable[[str], str | None] = lambda task_id: None
+    ) -> Delivery:
         """The delivery that a task's request belongs to; an eager one has no message.
 
-        ``queue`` is where an eager run goes on if its process dies.
+        ``queue`` is where an eager run goes on if its process dies; ``name`` says which run
+        it is if its task id is that of another one.
         """
         known = getattr(request, REQUEST_KEY, None)
         if known is not None:
             return cls(**known)
+        headers = request.headers or {}
         return cls(
-            run_id=request.id,
+            run_id=str(headers.get(RUN_HEADER) or name(request.id) or request.id),
             holder=new_holder(request.hostname),
-            expected=_whole((request.headers or {}).get(EPOCH_HEADER)),
+            expected=_whole(headers.get(EPOCH_HEADER)),
             received_at=time.monotonic(),
             routing_key=(request.delivery_info or {}).get("routing_key") or queue,
             headers={"id": request.id, "task": request.task or ""},
@@ -123,7 +127,7 @@ class Admission:
         """
         wait = 0.2
         while True:
-            if self._leasing.stopping:
+            if self._leasing.stopping and self._delivery.attended:
                 self._defer("stopping", 0.0)
             try:
                 with self._leasing.interrupts.shield():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from celery_lease.trigger import EPOCH_HEADER, Envelope
+from celery_lease.trigger import EPOCH_HEADER, RUN_HEADER, Envelope
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
@@ -102,7 +102,11 @@ def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
         execution.postpone(catcher.envelope.dump(), catcher.delay, "retry")
     elif retry.is_eager and retry.sig is not None:
         options = retry.sig.options
-        options["headers"] = {**(options.get("headers") or {}), EPOCH_HEADER: execution.epoch}
+        options["headers"] = {
+            **(options.get("headers") or {}),
+            EPOCH_HEADER: execution.epoch,
+            RUN_HEADER: execution.run_id,
+        }
         execution.release("retry")
 
 
