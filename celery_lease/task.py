@@ -386,6 +386,8 @@ class LeasedTask(Task):
         """Whether the outcome has to reach callbacks or a result backend."""
         if request.callbacks or request.errbacks or request.chain or request.chord:
             return True
+        if request.is_eager and not self.app.conf.task_store_eager_result:
+            return False  # its caller has it
         keeps_none = isinstance(self.app.backend, DisabledBackend)
         return not keeps_none and not self._ignores(request)
 

@@ -163,6 +163,10 @@ class Pair:
             return add.apply((1, 2)).get(disable_sync_subtasks=False)
 
         @task()
+        def gives_back(self: Any, anything: Any) -> Any:
+            return anything
+
+        @task()
         def reports(self: Any) -> str:
             self.update_state(state="PROGRESS", meta={"done": 1})
             return "done"
@@ -204,6 +208,7 @@ APPLIED = {
     "the request": _applied("sees", 1, headers={"own": 1}),
     "a direct call in the body": _applied("calls", "directly"),
     "an eager call in the body": _applied("calls", "eagerly"),
+    "what no serializer takes": _applied("gives_back", len),
     "a state of one's own": _applied("reports"),
     "a chain": _composed(
         lambda t: t["add"](1, 2) | t["add"](3) | t["again"](0).set(immutable=True)
