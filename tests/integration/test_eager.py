@@ -400,9 +400,9 @@ def test_a_body_that_loses_its_lease_is_ended_and_tells_nothing(tmp_path: Path) 
 
 def test_callbacks_that_could_not_be_sent_leave_the_outcome_to_a_worker(tmp_path: Path) -> None:
     """An eager task sends its callbacks to the broker; here is none."""
-    pair = Pair(tmp_path, LeasedTask)
-    result = pair.tasks["add"].apply((1, 2), task_id="x", link=pair.tasks["add"].s(3))
-    assert result.state == "FAILURE"
+    call = _applied("add", 1, 2, link=Celery("elsewhere").signature("t.after"))
+    plain, pair = Pair(tmp_path, Task), Pair(tmp_path, LeasedTask)
+    assert _outcome(pair, call) == _outcome(plain, call)
     run = Runs(pair.app).get("x")
     assert (run.state, run.settled_at) == ("succeeded", None)
     assert run.trigger_in is not None

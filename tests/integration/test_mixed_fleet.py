@@ -13,6 +13,7 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 from celery import Celery
+from celery.concurrency.asynpool import ResultHandler
 from sqlalchemy import create_engine, text
 
 from celery_lease import Runs
@@ -34,6 +35,10 @@ def store_url(request: pytest.FixtureRequest, database: str) -> str:
 # -- switched-off workers ---------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not hasattr(ResultHandler, "_finish_partial_read"),
+    reason="this Celery loses what a child tells it just when the worker is told to stop",
+)
 def test_a_switched_off_worker_goes_on_with_a_run_that_began_under_a_lease(shop: Shop) -> None:
     """Its trigger carries an epoch: the run is claimed, and its checkpoint is not lost."""
     leased = shop.start("leased")[0]
