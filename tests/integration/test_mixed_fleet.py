@@ -22,7 +22,7 @@ from celery_lease.settings import Settings
 from celery_lease.trigger import EPOCH_HEADER, Envelope
 from tests.integration import fleet
 from tests.integration.guest import Guest, app_of, leased
-from tests.workers import BOTH, Shop, _headers, slowly
+from tests.workers import BOTH, Shop, Worker, _headers, slowly
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ class Producer:
         self.sent: list[str] = []
 
     def _send(self) -> None:
-        while not self._ended.wait(0.4):
+        while not self._ended.wait(0.7):
             arguments = (len(self.sent), self._steps)
             self.sent.append(str(self._shop.client.send_task("tally.count", arguments).id))
 
@@ -343,16 +343,16 @@ def test_a_deployment_gets_leases_and_loses_them_again_and_no_task_is_lost_or_do
     patient: Shop,
 ) -> None:
     """Plain, switched off, leased, switched off, plain: worker by worker, under load."""
-    shop, steps = patient, 3
+    shop, steps = patient, 5
     with Producer(shop, steps) as producer:
-        _replace(shop, producer, "plain", library=False)
-        _replace(shop, producer, "off", lease_enabled=False)
-        _replace(shop, producer, "leased")
+        _replace(shop, "plain", library=False)
+        _replace(shop, "off", lease_enabled=False)
+        _replace(shop, "leased")
         slowly(lambda: shop.store.list_runs(state="succeeded"), what="a leased run")
-        _replace(shop, producer, "off-again", lease_enabled=False)
+        _replace(shop, "off-again", lease_enabled=False)
         fleet.in_the_background(shop, "lease", "reap", app=fleet.TALLY, lease_enabled=False)
         _nothing_is_left_to_the_library(shop)
-        _replace(shop, producer, "plain-again", library=False)
+        _replace(shop, "plain-again", library=False)
     for number, task_id in enumerate(producer.sent):
         assert shop.outcome(task_id) == ("SUCCESS", number)
     shop.empty()
@@ -366,15 +366,25 @@ def test_a_deployment_gets_leases_and_loses_them_again_and_no_task_is_lost_or_do
     )
 
 
-def _replace(shop: Shop, producer: Producer, kind: str, **options: Any) -> None:
+def _replace(shop: Shop, kind: str, **options: Any) -> None:
     """New workers of a kind beside the old ones, which then end one by one; tasks go on."""
     old = [worker for worker in shop.workers if worker.alive and "reap" not in worker.name]
     fleet.start(shop, f"{kind}-1", f"{kind}-2", **options)
     for worker in old:
-        sent = len(producer.sent)
+        _begins_a_task(shop, worker)
         worker.term()
         assert worker.ended() == 0
-        slowly(lambda sent=sent: len(producer.sent) > sent, what="tasks to be sent meanwhile")
+
+
+def _begins_a_task(shop: Shop, worker: Worker) -> None:
+    """Wait until the worker has just begun another task, to be told to stop in its middle."""
+
+    def begun() -> int:
+        node = f"{worker.name}@test"
+        return len([note for note in shop.notes("begun") if note["node"] == node])
+
+    before = begun()
+    slowly(lambda: begun() > before, what=f"worker {worker.name} to begin a task")
 
 
 def _nothing_is_left_to_the_library(shop: Shop) -> None:

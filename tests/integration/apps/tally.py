@@ -76,7 +76,8 @@ def count(self: Any, number: int, steps: int) -> int:
     """A side effect a step; with a lease it goes on after the step that was done last."""
     lease = getattr(self, "lease", None)
     start = lease.restore(0) if lease else 0
-    note("begun", run=self.request.id, number=number, epoch=lease.epoch if lease else None)
+    epoch = lease.epoch if lease else None
+    note("begun", number=number, epoch=epoch, node=self.request.hostname)
     for step in range(start, steps):
         time.sleep(0.2)
         note("counted", number=number, step=step, node=self.request.hostname)
