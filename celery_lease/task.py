@@ -322,6 +322,9 @@ class LeasedTask(Task):
                 result = EagerResult(result.id, result.result, states.REVOKED, name=self.name)
             told = result.state
             return result
+        except TaskRevokedError:
+            told = states.REVOKED
+            raise
         finally:
             if run.outcome is not None and run.outcome == told:
                 self._settle(run)

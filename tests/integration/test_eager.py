@@ -374,7 +374,10 @@ def test_a_revoked_run_is_told_to_its_caller(tmp_path: Path) -> None:
     assert result.state == "REVOKED"
     with pytest.raises(TaskRevokedError, match="not wanted"):
         result.get()
-    assert Runs(app).get("x").settled_at is not None
+    Runs(app).revoke("y")
+    with pytest.raises(TaskRevokedError):
+        task.apply(task_id="y", throw=True)
+    assert all(run.settled_at is not None for run in Runs(app).list())
 
 
 def test_a_body_that_loses_its_lease_is_ended_and_tells_nothing(tmp_path: Path) -> None:

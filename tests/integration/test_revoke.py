@@ -185,10 +185,10 @@ class Remote:
         shop.client.conf.update(self.settings)
         self.control = shop.client.control
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, **options: Any) -> None:
         """A worker with a name of its own: remote control is shared by all of a broker."""
         name = f"{name}-{self.queue}"
-        self.worker = self.shop.start(name, queue=self.queue, **self.settings)[0]
+        self.worker = self.shop.start(name, queue=self.queue, **self.settings, **options)[0]
         #: Waits for the worker's answer.
         self.heard = {"destination": [f"{name}@test"], "reply": True, "timeout": 20}
 
@@ -252,6 +252,21 @@ def test_celerys_own_revoke_leaves_a_revoked_run_behind(remote: Remote) -> None:
     after = shop.send("leased_add", 1, 2)
     assert shop.outcome(after) == ("SUCCESS", 3)
     assert shop.bodies(running) == shop.bodies(stamped_too) == 1
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+def test_celerys_terminate_ends_a_body_on_the_threads_pool(remote: Remote) -> None:
+    """At its next use of the lease; a plain task goes on there to its end."""
+    shop = remote.shop
+    remote.start("w1", pool="threads")
+    run = shop.send("steps", "step", 2)
+    shop.entered(run)
+    remote.result(run).revoke(terminate=True)
+    shop.until_state(run, "revoked")
+    shop.open("step-0")
+    shop.open("step-1")
+    remote.is_revoked(run, bodies=1)
+    assert [note["step"] for note in shop.notes("step", run)] == [0]
 
 
 def _stamp(name: str, value: str) -> dict[str, Any]:
