@@ -24,6 +24,12 @@ from tests.integration import fleet
 from tests.integration.guest import Guest, app_of, leased
 from tests.workers import BOTH, Shop, Worker, _headers, slowly
 
+#: Otherwise the message comes back without its epoch, and a switched-off worker does it again.
+needs_every_result = pytest.mark.skipif(
+    not hasattr(ResultHandler, "_finish_partial_read"),
+    reason="this Celery loses what a child tells it just when the worker is told to stop",
+)
+
 
 @pytest.fixture
 def store_url(request: pytest.FixtureRequest, database: str) -> str:
@@ -35,10 +41,7 @@ def store_url(request: pytest.FixtureRequest, database: str) -> str:
 # -- switched-off workers ---------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    not hasattr(ResultHandler, "_finish_partial_read"),
-    reason="this Celery loses what a child tells it just when the worker is told to stop",
-)
+@needs_every_result
 def test_a_switched_off_worker_goes_on_with_a_run_that_began_under_a_lease(shop: Shop) -> None:
     """Its trigger carries an epoch: the run is claimed, and its checkpoint is not lost."""
     leased = shop.start("leased")[0]
@@ -338,6 +341,7 @@ def patient(shop: Shop) -> Shop:
     return shop
 
 
+@needs_every_result
 @pytest.mark.timeout(240)
 def test_a_deployment_gets_leases_and_loses_them_again_and_no_task_is_lost_or_doubled(
     patient: Shop,
