@@ -64,6 +64,8 @@ class Execution:
         self._store = leasing.store
         self._task = task
         self._delivery = delivery
+        #: There is no message that could be followed by another one.
+        self._eager = bool(task.request.is_eager)
         self._grant = grant
         self._terms = terms
         self._trust_until = asked_at + terms.duration
@@ -161,7 +163,8 @@ class Execution:
     def hand_back(self, reason: str) -> None:
         """Leave the run ready for another delivery."""
         self._end(lambda: self._store.hand_off(self._grant, reason), reason)
-        self._send_trigger()
+        if not self._eager:
+            self._send_trigger()
 
     def release(self, reason: str) -> None:
         """Leave the run ready for the caller, who goes on with it in this process."""
@@ -304,7 +307,7 @@ class Execution:
             self._slot.progressed()
 
     def _hand_off_if_asked(self, *, always: bool = False) -> None:
-        if not (always or self.should_yield()):
+        if self._eager or not (always or self.should_yield()):
             return
         reason = "stage" if always else "stopping" if self._leasing.stopping else "budget"
         self.hand_back(reason)

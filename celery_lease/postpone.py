@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import EPOCH_HEADER, Envelope, message_headers
+from celery_lease.trigger import EPOCH_HEADER, RUN_HEADER, Envelope, message_headers
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
@@ -78,5 +78,9 @@ def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
         execution.postpone(catcher.envelope.dump(), catcher.delay, "retry")
     elif retry.is_eager and retry.sig is not None:
         options = retry.sig.options
-        options["headers"] = {**(options.get("headers") or {}), EPOCH_HEADER: execution.epoch}
+        options["headers"] = {
+            **(options.get("headers") or {}),
+            EPOCH_HEADER: execution.epoch,
+            RUN_HEADER: execution.run_id,
+        }
         execution.release("retry")

@@ -28,6 +28,7 @@ from celery_lease.outcomes import encode_failure
 from celery_lease.results import Defer, Left, Told, Voice, speaking
 from celery_lease.states import DEAD_LETTER_DELAY, LIVE
 from celery_lease.store import Grant
+from celery_lease.trigger import EPOCH_HEADER
 from celery_lease.turns import Turn
 
 __all__ = ["LeasedRequest"]
@@ -54,9 +55,12 @@ class LeasedRequest(Request):
         self._returned = False
         #: What becomes of the message once the failure has been reported.
         self._fate: Kind | None = None
+        self._passed_on = False
         self.acknowledged = False
         leasing = Leasing.of(self._app)
-        worker = leasing.worker if leasing.settings.enabled else None
+        # Switched off, the store is asked only for a trigger of a run that it knows.
+        leased = leasing.settings.enabled or self._request_dict.get(EPOCH_HEADER) is not None
+        worker = leasing.worker if leased else None
         self._side = worker
         if worker is None:
             return
@@ -90,11 +94,13 @@ class LeasedRequest(Request):
         """Never decides: what Celery knows of is passed on, and the claim decides."""
         if self._side is None:
             return bool(super().revoked())
-        known = self.id in worker_state.revoked or self._revoked_by_stamp()
-        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {"revoked": known}
+        self._passed_on = self._known_revoked()
+        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {"revoked": self._passed_on}
         return False
 
-    def _revoked_by_stamp(self) -> bool:
+    def _known_revoked(self) -> bool:
+        if self.id in worker_state.revoked:
+            return True
         revoked = worker_state.revoked_stamps
         return any(
             value in maybe_list(revoked[stamp])
@@ -138,6 +144,18 @@ class LeasedRequest(Request):
         super().on_accepted(pid, time_accepted)
         if self._side is not None:
             self._side.accepted(self._holder, pid)
+            if self._known_revoked() and not self._passed_on:
+                self._revoke_quietly("revoked by Celery")  # while it waited for the pool
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Celery's ``revoke(terminate=True)``: the child is killed and its run revoked.
+
+        A body in this very process cannot be killed: it ends at its next use of the lease.
+        """
+        if self._side is None or self._side.forks:
+            super().terminate(pool, signal)
+        else:
+            self._revoke_quietly("terminated")
 
     def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> None:
         """A cold shutdown: the child is killed and its run abandoned.
@@ -345,6 +363,13 @@ class LeasedRequest(Request):
         if store.of_holder(self._holder) is not None:
             return store.revoke(run_id, reason, holder=self._holder)
         return store.revoke(run_id, reason) if is_unheld(store.view(run_id)) else False
+
+    def _revoke_quietly(self, reason: str) -> None:
+        """The heartbeat tells the holder, and a replay everybody else."""
+        try:
+            self._revoke(reason)
+        except Exception as unknown:  # noqa: BLE001 - it would end the worker
+            logger.warning("run=%s not revoked: %s", self._delivery.run_id, unknown)
 
     def _announce_cancelled(self, *args: Any, **kwargs: Any) -> Any:
         """The child is killed and the run goes on elsewhere, which is no RETRY of Celery's."""

@@ -156,7 +156,8 @@ def judge(
 class RunView:
     """A run as one statement saw it; all durations in seconds by the database's clock."""
 
-    state: RunState
+    #: A newer release beside this one may have states, and a status, of its own.
+    state: RunState | str
     epoch: int
     holder: str | None
     attempt: int
@@ -171,7 +172,7 @@ class RunView:
     settle_in: float
     #: The message of the execution that failed is left for its queue's dead-letter policy.
     dead_letter: bool
-    lease_status: LeaseStatus | None
+    lease_status: LeaseStatus | str | None
     #: Seconds until the lease expires; negative once it has.
     lease_left: float
     #: Seconds until a suspect lease may be reclaimed.
@@ -232,6 +233,8 @@ def decide(
     """
     if view is None:
         return _without_a_run(expected, runnable, stored, receives)
+    if not isinstance(view.state, RunState):
+        return Decision(Step.DROP, "unknown_state")
     if expected > view.epoch:
         return _unknown(receives)
     if view.state in TERMINAL:

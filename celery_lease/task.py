@@ -17,18 +17,27 @@ from billiard.einfo import ExceptionInfo
 from celery import Task, states
 from celery.app.trace import FAILURE, REJECTED, TraceInfo, trace_ok_t
 from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.result import EagerResult
 
 from celery_lease import signals
 from celery_lease.application import Leasing
 from celery_lease.delays import DelayingProducer
 from celery_lease.delivery import Admission, Delivery
-from celery_lease.errors import InvalidSetting, LeaseLost
+from celery_lease.errors import InvalidSetting, LeaseError, LeaseLost
 from celery_lease.execution import Execution
 from celery_lease.fates import Fates, Kind, checked, fate_of
 from celery_lease.interrupts import no_soft_limit
 from celery_lease.lease import Lease, bound, current_lease
-from celery_lease.local import MemoryBacking, local_heartbeat
+from celery_lease.local import (
+    EagerRun,
+    MemoryBacking,
+    current_eager_run,
+    eager_run,
+    local_heartbeat,
+    replacing,
+    run_replaced,
+)
 from celery_lease.outcomes import recorded
 from celery_lease.policy import LeasePolicy
 from celery_lease.postpone import captured_retry, caught_by, postpone
@@ -152,13 +161,18 @@ class LeasedTask(Task):
         if is_plain(leasing, vars(request)):
             with bound(Lease(MemoryBacking(request.id, lambda: leasing.values))):
                 return body()
-        delivery = Delivery.of_request(request, queue=self.app.conf.task_default_queue)
+        delivery = Delivery.of_request(
+            request, queue=self.app.conf.task_default_queue, name=run_replaced
+        )
         forget_lease_headers(request)
         terms = leasing.terms(self.lease_policy)
         if delivery.interruptible:
             leasing.interrupts.install()
         asked_at = time.monotonic()
         admitted = Admission(leasing, self, request, delivery, terms).admit()
+        if request.is_eager:
+            eager = current_eager_run()
+            eager.run_id, eager.holder = delivery.run_id, delivery.holder
         if isinstance(admitted, Replay):
             return self._replay(leasing, delivery, admitted)
         signals.announce(
@@ -239,6 +253,8 @@ class LeasedTask(Task):
         """The body raised Celery's ``Reject``: again with a new message, or never."""
         if rejected.requeue:
             self._committed(execution, lambda: execution.hand_back("rejected"))
+            if self.request.is_eager:
+                return
             raise Ignore("rejected, to be tried again")
         self._committed(execution, partial(execution.fail, rejected, deliver=False))
 
@@ -258,6 +274,8 @@ class LeasedTask(Task):
         """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
         request = self.request
         voice.outcome = outcome
+        if request.is_eager:
+            current_eager_run().outcome = outcome
         fix_callback_ids(run_id, request.callbacks, "link")
         fix_callback_ids(run_id, request.errbacks, "link_error")
         if outcome == states.SUCCESS:
@@ -281,7 +299,7 @@ class LeasedTask(Task):
         if outcome.state is RunState.SUCCEEDED:
             return outcome.value
         assert outcome.error is not None
-        if outcome.state is RunState.REVOKED:
+        if outcome.state is RunState.REVOKED and not request.is_eager:
             self._tell_revoked(request, outcome.error)
             raise Told(str(outcome.error))
         raise outcome.error
@@ -330,10 +348,36 @@ class LeasedTask(Task):
         eager = self.app.conf.task_always_eager
         return bool(later) and not eager and Leasing.of(self.app).settings.enabled
 
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's ``apply``: when it returns the outcome was told, so that the run is settled."""
+        run, told = EagerRun(), states.FAILURE
+        try:
+            with eager_run(run):
+                result = super().apply(*args, **kwargs)
+            if run.outcome == states.REVOKED and isinstance(result.result, TaskRevokedError):
+                result = EagerResult(result.id, result.result, states.REVOKED, name=self.name)
+            told = result.state
+            return result
+        except TaskRevokedError:
+            told = states.REVOKED
+            raise
+        finally:
+            if run.outcome is not None and run.outcome == told:
+                self._settle(run)
+
+    def _settle(self, run: EagerRun) -> None:
+        try:
+            Leasing.of(self.app).store.settle([(run.run_id, run.holder)])
+        except LeaseError as exc:
+            logger.warning("run=%s not settled, it will be replayed: %s", run.run_id, exc)
+
     def on_replace(self, sig: Any) -> Any:
         """Celery's ``replace``: this run ends, and its replacement is a run of its own."""
-        if caught_by() is not None and not self.request.is_eager:
+        if caught_by() is not None:
             self.lease.check()
+            if self.request.is_eager:
+                with replacing(self.request.id, self.lease.run_id):
+                    return super().on_replace(sig)
             name_replacement(self.lease.run_id, self.request.id, sig)
         return super().on_replace(sig)
 
@@ -387,6 +431,8 @@ class LeasedTask(Task):
         """Whether the outcome has to reach callbacks or a result backend."""
         if request.callbacks or request.errbacks or request.chain or request.chord:
             return True
+        if request.is_eager and not self.app.conf.task_store_eager_result:
+            return False  # its caller has it
         keeps_none = isinstance(self.app.backend, DisabledBackend)
         return not keeps_none and not self._ignores(request)
 
@@ -407,10 +453,10 @@ class LeasedTask(Task):
 def is_plain(leasing: Leasing, request: Mapping[str, Any]) -> bool:
     """Whether the task behaves as one of Celery's own: leases are switched off.
 
-    Not for a trigger above epoch 0: its run has begun under a lease, in a worker where they
-    are switched on, and must not begin again without one.
+    Not for a trigger, also at epoch 0: its run is known to the store, and done without a
+    lease it would be triggered, and done, once more.
     """
-    return not leasing.settings.enabled and not request.get(EPOCH_HEADER)
+    return not leasing.settings.enabled and request.get(EPOCH_HEADER) is None
 
 
 def forget_lease_headers(request: Any) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "fix_callback_ids",
     "message_headers",
     "name_replacement",
+    "replacement_name",
 ]
 
 logger = logging.getLogger(__name__)
@@ -286,10 +287,16 @@ def name_replacement(run_id: str, task_id: str, signature: Any) -> None:
         case _:
             parts = ()
             if options.get("task_id") == task_id:
-                replacement = str(uuid.uuid5(_namespace(run_id), "replacement"))
+                replacement = replacement_name(run_id)
                 options["headers"] = {**(options.get("headers") or {}), RUN_HEADER: replacement}
     for part in parts:
         name_replacement(run_id, task_id, part)
+
+
+def replacement_name(run_id: str, number: int = 1) -> str:
+    """The run id of the ``number``-th replacement of a run; the same each time."""
+    path = "replacement" if number == 1 else f"replacement/{number}"
+    return str(uuid.uuid5(_namespace(run_id), path))
 
 
 def _namespace(run_id: str) -> uuid.UUID:

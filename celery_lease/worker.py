@@ -42,7 +42,11 @@ _REFUSED_POOLS = ("gevent", "eventlet")
 
 
 class WorkerSide:
-    """Heartbeat, reaper and keeper of one worker; requests talk to it."""
+    """Heartbeat, reaper and keeper of one worker; requests talk to it.
+
+    Where leases are switched off it keeps what triggers of known runs bring, and no more:
+    it sweeps nothing, and an outage of the store does not stop plain tasks.
+    """
 
     def __init__(self, leasing: Leasing, worker: Any) -> None:
         self._leasing = leasing
@@ -58,18 +62,16 @@ class WorkerSide:
         self.turns = Turns()
         self.outage = Outage(worker, self._probe)
         settings = leasing.settings
+        tell = self.outage.tell if settings.enabled else _tell_nobody
         self.reaper = Reaper(
-            self.store,
-            leasing.sender.send,
-            interval=settings.reap_interval,
-            on_store=self.outage.tell,
+            self.store, leasing.sender.send, interval=settings.reap_interval, on_store=tell
         )
         self.heartbeat = Heartbeat(
             self.store,
             self.keeper,
             self.visibility,
             interval=settings.heartbeat,
-            on_store=self.outage.tell,
+            on_store=tell,
             on_abandoned=self.wake_reaper,
         )
         self._beats = Loop("lease-heartbeat", self._beat)
@@ -134,7 +136,8 @@ class WorkerSide:
         worker_shutdown.connect(self._on_shutdown, weak=False)
         worker_ready.connect(self._on_ready, weak=False)
         self._beats.start()
-        self._reaps.start()
+        if self._leasing.settings.enabled:
+            self._reaps.start()
 
     def yield_leases(self) -> None:
         """From now on every checkpoint hands off; told with the next tick, which is now."""
@@ -159,7 +162,7 @@ class WorkerSide:
 
     def _on_ready(self, **_: Any) -> None:
         consumer = getattr(self._worker.consumer, "task_consumer", None)
-        if consumer is not None:
+        if consumer is not None and self._leasing.settings.enabled:
             self.visibility.introduce(consumer.channel, [q.name for q in consumer.queues])
 
     def _on_shutting_down(self, **_: Any) -> None:
@@ -226,7 +229,7 @@ class LeaseStep(bootsteps.StartStopStep):
     """Adds the worker's side to every worker of an app with leased tasks.
 
     Made before the pool forks, so that children share its board. Refuses to start where
-    leases could not be kept.
+    leases could not be kept; switched off, it stays out of such a worker.
     """
 
     requires = frozenset({"celery.worker.components:Pool"})
@@ -234,10 +237,13 @@ class LeaseStep(bootsteps.StartStopStep):
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
         leasing = Leasing.of(worker.app)
-        self.enabled = leasing.settings.enabled
-        if not self.enabled:
+        try:
+            _refuse_what_cannot_work(worker)
+        except InvalidSetting:
+            self.enabled = False
+            if leasing.settings.enabled:
+                raise
             return
-        _refuse_what_cannot_work(worker)
         # Before the fork, so that it holds in pool children too.
         logging.getLogger("celery.app.trace").addFilter(_not_a_deferral)
         self._leasing = leasing
@@ -252,6 +258,12 @@ class LeaseStep(bootsteps.StartStopStep):
         """Check the schema and start the loops."""
         side = self._leasing.worker
         assert side is not None
+        if self._leasing.settings.enabled:
+            self._check_store(side)
+        side.start()
+
+    @staticmethod
+    def _check_store(side: WorkerSide) -> None:
         try:
             side.store.due(1)
         except StoreBusy:
@@ -259,7 +271,6 @@ class LeaseStep(bootsteps.StartStopStep):
         except StoreUnavailable as exc:
             logger.error("the lease store is away, nothing runs until it is back: %s", exc)
             side.outage.tell(False)
-        side.start()
 
     def stop(self, worker: Any) -> None:  # noqa: ARG002 - Celery's signature
         """Celery stops steps before the pool drains: only ask the holders to yield."""
@@ -269,6 +280,10 @@ class LeaseStep(bootsteps.StartStopStep):
     def terminate(self, worker: Any) -> None:
         """A cold shutdown: no commit can follow, so the loops end with the process."""
         self.stop(worker)
+
+
+def _tell_nobody(_reachable: bool) -> None:
+    """Plain tasks need no store."""
 
 
 def _not_a_deferral(record: logging.LogRecord) -> bool:
