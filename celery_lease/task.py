@@ -25,6 +25,7 @@ from celery_lease.delays import DelayingProducer
 from celery_lease.delivery import Admission, Delivery
 from celery_lease.errors import InvalidSetting, LeaseLost
 from celery_lease.execution import Execution
+from celery_lease.exits import left
 from celery_lease.interrupts import no_soft_limit
 from celery_lease.lease import Lease, bound, current_lease
 from celery_lease.local import MemoryBacking, local_heartbeat
@@ -350,6 +351,8 @@ class LeasedTask(Task):
                         logger.error("run=%s has not begun, its message stays", uuid, exc_info=exc)
                     info = ExceptionInfo(internal=True)
                     return trace_ok_t(info, TraceInfo(REJECTED, exc), 0.0, None)
+                except BaseException as exc:  # noqa: BLE001 - raised again where it belongs
+                    return left(exc, request)
                 return traced
 
         return trace
