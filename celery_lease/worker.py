@@ -215,6 +215,9 @@ class WorkerSide:
 
     def _beat(self) -> float:
         delay = self.heartbeat.run_once()
+        if self.board.stopping:
+            # Not only before the pool drains: in a cold shutdown that may be much later.
+            self.give_back_waiting()
         return 0.5 if self.outage.on else delay
 
     def _reap(self) -> float:
