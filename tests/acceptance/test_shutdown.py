@@ -99,7 +99,7 @@ def test_a_cold_shutdown_ends_what_it_can_kill_at_once(shop: Shop, pool: str) ->
     if pool != "solo":
         waiting = shop.send("hold", "open", 1)
         first.logged(f"[{waiting}] received")
-    (second,) = shop.start("w2", imports=IMPORTS, **lease)
+    (second,) = shop.start("w2", slots=2, imports=IMPORTS, **lease)
     shop.open("open")
     os.kill(first.pid, signal.SIGQUIT)
     if pool != "solo":
