@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import sys
-import time
 from typing import Any
 
 from celery_lease import LeasedTask, current_lease, signals
@@ -89,18 +87,26 @@ def hangs(self: Any, gate: str) -> Any:
 
 @app.task(base=LeasedTask, bind=True, name="pools.ends")
 def ends(self: Any, how: str) -> Any:
-    """The first holder ends as the row of the table says; a later one returns."""
+    """The first holder raises, exits, or waits for its end or its gate; a later one returns."""
     entered(self)
     epoch = self.lease.epoch
     if epoch == 1:
         if how == "raise":
             raise ValueError("on purpose")
-        if how == "kill child":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "kill worker":
-            os.killpg(0, signal.SIGKILL)
-        wait_for("never" if how == "wait" else how)
+        if how == "exit":
+            sys.exit(3)
+        wait_for(how)
     return ["done", epoch, self.lease.attempt]
+
+
+@app.task(base=LeasedTask, bind=True, name="pools.slow_retry")
+def slow_retry(self: Any, gate: str) -> int:
+    """Wait, ask for one more try, and return how many there were."""
+    entered(self)
+    wait_for(gate)
+    if self.request.retries == 0:
+        raise self.retry(countdown=0)
+    return int(self.request.retries)
 
 
 @app.task(base=LeasedTask, bind=True, name="pools.quick", rate_limit="2/s")
@@ -108,13 +114,3 @@ def quick(self: Any, value: int) -> int:
     """A body of no length, two of them a second."""
     entered(self, value=value)
     return value
-
-
-@app.task(base=LeasedTask, bind=True, name="pools.eats")
-def eats(self: Any, megabytes: int) -> int:
-    """Take so much memory that Celery replaces the pool process afterwards."""
-    taken = bytearray(megabytes * 1024 * 1024)
-    taken[::4096] = b"x" * len(taken[::4096])
-    entered(self)
-    time.sleep(0)
-    return len(taken)
