@@ -125,8 +125,11 @@ class Execution:
             "succeeded",
         )
 
-    def fail(self, error: BaseException, *, deliver: bool) -> None:
-        """Commit a failure; raises ``LeaseLost``."""
+    def fail(self, error: BaseException, *, deliver: bool, leave: bool = False) -> None:
+        """Commit a failure; raises ``LeaseLost``.
+
+        ``leave``: the message stays for its queue's dead-letter policy.
+        """
         blob = self._encoded(error) if deliver else None
         reason = f"{type(error).__name__}"
         self._end(
@@ -136,6 +139,7 @@ class Execution:
                 reason=reason,
                 deliver=deliver,
                 settle_in=self._terms.settle_timeout,
+                dead_letter=leave,
             ),
             "failed",
         )
@@ -166,6 +170,20 @@ class Execution:
     def postpone(self, envelope: bytes, delay: float, reason: str) -> None:
         """Leave the run ready ``delay`` seconds from now with a new envelope."""
         self._end(lambda: self._store.postpone(self._grant, envelope, delay, reason), reason)
+        if delay <= 0:
+            self._send_trigger()
+
+    @property
+    def may_try_again(self) -> bool:
+        """Whether the limit of attempts allows another one after this."""
+        return self.attempt < self._terms.max_attempts
+
+    def try_again(self, error: BaseException, delay: float) -> None:
+        """Leave the run ready ``delay`` seconds from now; the attempt counts as failed."""
+        reason = f"again: {type(error).__name__}"
+        self._end(
+            lambda: self._store.postpone(self._grant, None, delay, reason, charged=True), reason
+        )
         if delay <= 0:
             self._send_trigger()
 

@@ -23,9 +23,10 @@ from celery.worker.request import Request
 from celery_lease import signals
 from celery_lease.application import Leasing
 from celery_lease.delivery import REQUEST_KEY, Delivery, envelope_of, is_unheld, new_holder
+from celery_lease.fates import Kind, fate_of
 from celery_lease.outcomes import encode_failure
-from celery_lease.results import Defer, Told, Voice, speaking
-from celery_lease.states import LIVE, LeaseStatus
+from celery_lease.results import Defer, Left, Told, Voice, speaking
+from celery_lease.states import DEAD_LETTER_DELAY, LIVE, LeaseStatus
 from celery_lease.store import Ended, Grant
 
 __all__ = ["LeasedRequest"]
@@ -44,6 +45,8 @@ class LeasedRequest(Request):
         self._settles = False
         self._handled = False
         self._returned = False
+        #: What becomes of the message once the failure has been reported.
+        self._fate: Kind | None = None
         self.acknowledged = False
         leasing = Leasing.of(self._app)
         worker = leasing.worker if leasing.settings.enabled else None
@@ -121,12 +124,16 @@ class LeasedRequest(Request):
         exc = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
         if isinstance(exc, Defer):
             return self._defer(exc.delay)
+        if isinstance(exc, Left):
+            self._fate = Kind.LEAVE
+            return super().on_failure(exc.failure, send_failed_event, return_ok)
         if isinstance(exc, Ignore | Reject | Retry):
             self._settles = isinstance(exc, Told)
             return super().on_failure(exc_info, send_failed_event, return_ok)
         if return_ok and not isinstance(exc, WorkerLostError | SystemExit | KeyboardInterrupt):
             # The child has committed this failure and reported it; it may be the replay of
             # an outcome that a parent process recorded.
+            self._fate = Kind.DELETE
             return super().on_failure(exc_info, send_failed_event, return_ok)
         if isinstance(exc, TimeLimitExceeded):
             return self._hard_limit(exc_info, exc)
@@ -147,6 +154,9 @@ class LeasedRequest(Request):
 
     def acknowledge(self) -> None:
         """Let the message go: nothing is asked about it any more, then it is deleted."""
+        if self._fate is Kind.LEAVE:
+            self._leave()
+            return
         if self._side is not None and not self.acknowledged:
             self._side.forget(self._holder)
             if self._settles:
@@ -155,16 +165,28 @@ class LeasedRequest(Request):
 
     def reject(self, requeue: bool = False) -> None:
         """Give the message back to the broker, or leave it to its dead-letter queue."""
+        if self._fate is not None:
+            # Celery tells nobody of a failure whose message it gives back: a replay does.
+            self._returned = self._returned or requeue
+            self.acknowledge()
+            return
         if self._side is not None and not self.acknowledged:
             self._side.forget(self._holder)
             if self._settles:
                 # The outcome was told, perhaps by a replay: the message has nothing to bring.
                 requeue = False
                 self._side.delivered(self._delivery.run_id, self._holder)
-        self._returned = self._returned or requeue
         super().reject(requeue)
 
-    def _defer(self, delay: float) -> None:
+    def _leave(self) -> None:
+        """The failure was told; the message is received again until its queue moves it away."""
+        assert self._side is not None
+        self._fate = None
+        if self._settles:
+            self._side.delivered(self._delivery.run_id, self._holder)
+        self._defer(DEAD_LETTER_DELAY, requeue=False)
+
+    def _defer(self, delay: float, *, requeue: bool = True) -> None:
         """Neither deleted nor sent again: hidden for ``delay`` seconds."""
         worker_state.task_ready(self)
         assert self._side is not None
@@ -173,7 +195,7 @@ class LeasedRequest(Request):
             return
         ours = self._side.forget(self._holder)
         if self._held is None:
-            super().reject(requeue=True)
+            super().reject(requeue=requeue)
             return
         if ours:
             self._side.defer(self._message, self._held, delay)
@@ -182,13 +204,13 @@ class LeasedRequest(Request):
 
     # -- verbs of the parent ------------------------------------------------------------
 
-    def _child_died(self, exc: BaseException) -> None:
+    def _child_died(self, exc: BaseException, delay: float = 0.0) -> None:
         """Abandon the run, so that it goes on elsewhere without waiting for expiry."""
         worker_state.task_ready(self)
         self._settles = False
         logger.error("the pool process of %s[%s] is gone: %r", self.name, self.id, exc)
         try:
-            self._abandon(f"child died: {exc}")
+            self._abandon(f"child died: {exc}", delay)
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             # Nothing was written: the message stays, and so does the lease until it expires.
             logger.warning("run=%s not abandoned: %s", self._delivery.run_id, unknown)
@@ -198,7 +220,7 @@ class LeasedRequest(Request):
         self._side.wake_reaper()
         self.acknowledge()
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self, reason: str, delay: float = 0.0) -> None:
         assert self._side is not None
         store = self._side.store
         ended = store.of_holder(self._holder)
@@ -215,10 +237,10 @@ class LeasedRequest(Request):
                 deliver=self._task.has_to_deliver(self._context),
             )
             if isinstance(grant, Grant):
-                store.abandon(grant.run_id, grant.epoch, self._holder, reason)
+                store.abandon(grant.run_id, grant.epoch, self._holder, reason, delay=delay)
             return
         abandoned = ended.status in _LIVE and store.abandon(
-            ended.run_id, ended.epoch, self._holder, reason
+            ended.run_id, ended.epoch, self._holder, reason, delay=delay
         )
         self._announce_lost(ended, bool(abandoned), "child died")
 
@@ -250,6 +272,9 @@ class LeasedRequest(Request):
             if ended is None:
                 # It waited for the store, or for its turn: the run has not begun.
                 return self._child_died(exc)
+            fate = fate_of(self._task, exc)
+            if fate.kind is Kind.AGAIN:
+                return self._child_died(exc, fate.delay)
             accepted = self._side.store.give_up(
                 ended.run_id,
                 ended.epoch,
@@ -258,6 +283,7 @@ class LeasedRequest(Request):
                 reason="hard time limit",
                 deliver=deliver,
                 settle_in=self._terms.settle_timeout,
+                dead_letter=fate.kind is Kind.LEAVE,
             )
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not failed: %s", self._delivery.run_id, unknown)
@@ -265,6 +291,7 @@ class LeasedRequest(Request):
         self._announce_lost(ended, accepted, "hard time limit")
         if not accepted:
             return self._let_go()
+        self._fate = fate.kind
         report = super().on_failure
         self._tell(states.FAILURE, lambda: report(exc_info, return_ok=False))
         return self._call_hooks(exc_info, exc)

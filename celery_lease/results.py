@@ -12,7 +12,16 @@ from typing import Any
 from celery import states
 from celery.exceptions import Ignore, Reject
 
-__all__ = ["Defer", "LeasedBackend", "Told", "Voice", "speaking", "until_claimed", "voice_of"]
+__all__ = [
+    "Defer",
+    "LeasedBackend",
+    "Left",
+    "Told",
+    "Voice",
+    "speaking",
+    "until_claimed",
+    "voice_of",
+]
 
 
 class Defer(Reject):
@@ -29,6 +38,21 @@ class Defer(Reject):
         return type(self), (self.delay, self.reason)
 
 
+class Left(Reject):
+    """A failure that was reported as Celery does, and whose message stays where it is.
+
+    Raised in no body: it carries Celery's record of the failure from a pool child to its
+    parent process, which leaves the message to its queue's dead-letter policy.
+    """
+
+    def __init__(self, failure: Any) -> None:
+        super().__init__("left for the dead-letter policy", requeue=False)
+        self.failure = failure
+
+    def __reduce__(self) -> tuple[type[Left], tuple[Any]]:
+        return type(self), (self.failure,)
+
+
 class Told(Ignore):
     """The outcome was told to the backend already: Celery only lets the message go."""
 
@@ -43,6 +67,8 @@ class Voice:
 
     claimed: bool = False
     outcome: str | None = None
+    #: The message stays for its queue's dead-letter policy.
+    leaves: bool = False
     #: Whose states it holds back; None: any task's. A body may run another one eagerly.
     task_id: str | None = None
     #: Whether the lease is still ours, as far as can be known.

@@ -65,6 +65,8 @@ run = Table(
     Column("trigger_due", Double),
     Column("triggers", Integer, nullable=False, server_default="0"),
     Column("outcome", LargeBinary),
+    # The message of the failed execution stays, for its queue's dead-letter policy.
+    Column("dead_letter", Boolean, nullable=False, server_default=text("false")),
     Column("reason", Text),
     Column("settle_by", Double),
     Column("replays", Integer, nullable=False, server_default="0"),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 __all__ = [
+    "DEAD_LETTER_DELAY",
     "LIVE",
     "TERMINAL",
     "TRANSITIONS",
@@ -23,6 +24,7 @@ __all__ = [
     "Transition",
     "Verb",
     "decide",
+    "is_dead_letter",
     "judge",
 ]
 
@@ -167,6 +169,8 @@ class RunView:
     settled: bool
     #: Seconds until an unsettled outcome may be replayed.
     settle_in: float
+    #: The message of the execution that failed is left for its queue's dead-letter policy.
+    dead_letter: bool
     lease_status: LeaseStatus | None
     #: Seconds until the lease expires; negative once it has.
     lease_left: float
@@ -203,6 +207,8 @@ class Decision:
 #: How often a trigger of a run we do not know is put off before it is dropped.
 UNKNOWN_DEFERRALS = 3
 _UNKNOWN_DELAY = 30.0
+#: Seconds until a message that is left for the dead-letter policy is received again.
+DEAD_LETTER_DELAY = 1.0
 
 
 def decide(
@@ -228,7 +234,7 @@ def decide(
     if expected > view.epoch:
         return _unknown(receives)
     if view.state in TERMINAL:
-        return _finished(view)
+        return _finished(view, expected, can_defer=can_defer)
     if view.state in (RunState.WAITING, RunState.PARKED):
         return Decision(Step.DROP, view.state.value)
     if view.state is RunState.READY:
@@ -236,6 +242,14 @@ def decide(
     if view.holder == holder and view.lease_status in LIVE:
         return Decision(Step.GO_ON, "repeat")
     return _running(view, expected, receives, can_defer=can_defer, sweep=sweep)
+
+
+def is_dead_letter(dead_letter: bool, epoch: int, expected: int) -> bool:
+    """Whether a message is the one of the execution that failed, and to be left.
+
+    Triggers that only bring the outcome expect the epoch itself, older ones less.
+    """
+    return dead_letter and expected == epoch - 1
 
 
 def _without_a_run(expected: int, runnable: bool, stored: bool, receives: int | None) -> Decision:
@@ -252,7 +266,9 @@ def _unknown(receives: int | None) -> Decision:
     return Decision(Step.DEFER, "unknown_run", _UNKNOWN_DELAY)
 
 
-def _finished(view: RunView) -> Decision:
+def _finished(view: RunView, expected: int, *, can_defer: bool) -> Decision:
+    if view.settled and can_defer and is_dead_letter(view.dead_letter, view.epoch, expected):
+        return Decision(Step.DEFER, "dead_letter", DEAD_LETTER_DELAY)
     if view.settled:
         return Decision(Step.DROP, "finished")
     if view.settle_in > 0:

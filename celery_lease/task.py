@@ -26,6 +26,7 @@ from celery_lease.delivery import Admission, Delivery
 from celery_lease.errors import InvalidSetting, LeaseLost
 from celery_lease.execution import Execution
 from celery_lease.exits import left
+from celery_lease.fates import Fates, Kind, checked, fate_of
 from celery_lease.interrupts import no_soft_limit
 from celery_lease.lease import Lease, bound, current_lease
 from celery_lease.local import MemoryBacking, local_heartbeat
@@ -35,13 +36,14 @@ from celery_lease.postpone import captured_retry, caught_by, postpone
 from celery_lease.results import (
     Defer,
     LeasedBackend,
+    Left,
     Told,
     Voice,
     speaking,
     until_claimed,
     voice_of,
 )
-from celery_lease.states import RunState
+from celery_lease.states import RunState, is_dead_letter
 from celery_lease.store import Replay
 from celery_lease.trigger import EPOCH_HEADER, Envelope, fix_callback_ids, name_replacement
 
@@ -86,6 +88,8 @@ class LeasedTask(Task):
 
     #: How long its leases last and what happens after a crash.
     lease_policy: LeasePolicy | None = None
+    #: What becomes of the message after a failure: one fate, or one for each exception class.
+    lease_fates: Fates | None = None
 
     _lease_tracer: Callable[..., Any] | None = None
 
@@ -98,6 +102,7 @@ class LeasedTask(Task):
                 f"{cls.__name__}.lease_policy = {policy!r}: give a LeasePolicy, "
                 "for example LeasePolicy.long()"
             )
+        checked(f"{cls.__name__}.lease_fates", cls.__dict__.get("lease_fates"))
         if "acks_on_failure_or_timeout" in cls.__dict__:
             # One attribute for both, before Celery 5.7.
             for name in ("acks_on_failure", "acks_on_timeout"):
@@ -212,11 +217,24 @@ class LeasedTask(Task):
             raise
         except Exception as error:
             # Also a result that cannot be encoded: nothing was committed for it.
-            self._committed(execution, partial(execution.fail, error, deliver=deliver))
-            self._after_commit(execution.run_id, voice, states.FAILURE)
+            self._failed(execution, error, voice, deliver=deliver)
             raise
         self._after_commit(execution.run_id, voice, states.SUCCESS)
         return value
+
+    def _failed(
+        self, execution: Execution, error: Exception, voice: Voice, *, deliver: bool
+    ) -> None:
+        """Commit what the error's fate says; raises Celery's ``Retry`` for another attempt."""
+        fate = fate_of(self, error)
+        if fate.kind is Kind.AGAIN and execution.may_try_again and not self.request.is_eager:
+            self._committed(execution, partial(execution.try_again, error, fate.delay))
+            voice.outcome = states.RETRY
+            raise Retry(str(error), exc=error, when=fate.delay) from error
+        leave = fate.kind is Kind.LEAVE
+        self._committed(execution, partial(execution.fail, error, deliver=deliver, leave=leave))
+        self._after_commit(execution.run_id, voice, states.FAILURE)
+        voice.leaves = leave
 
     def _rejected(self, execution: Execution, rejected: Reject) -> None:
         """The body raised Celery's ``Reject``: again with a new message, or never."""
@@ -260,6 +278,7 @@ class LeasedTask(Task):
         if not request.is_eager:
             voice.until_told.enter_context(no_soft_limit())
         self._after_commit(delivery.run_id, voice, _CELERY_STATES[outcome.state])
+        voice.leaves = is_dead_letter(replay.dead_letter, replay.epoch, delivery.expected)
         if outcome.state is RunState.SUCCEEDED:
             return outcome.value
         assert outcome.error is not None
@@ -343,8 +362,14 @@ class LeasedTask(Task):
             with speaking(Voice(task_id=uuid)) as voice:
                 try:
                     traced = tracer(uuid, args, kwargs, request)
-                    if voice.outcome is None and getattr(traced.info, "state", "") == FAILURE:
+                    failed = getattr(traced.info, "state", "") == FAILURE
+                    if voice.outcome is None and failed:
                         raise Defer(_UNCLAIMED_DELAY, "unexpected") from traced.info.retval
+                    if voice.leaves and failed:
+                        raise Left(traced.retval)
+                except Left as exc:
+                    info = ExceptionInfo(internal=True)
+                    return trace_ok_t(info, TraceInfo(FAILURE, exc), traced.runtime, traced.retstr)
                 except Defer as exc:
                     # On some pools it would end the worker.
                     if exc.__cause__ is not None:

@@ -301,7 +301,7 @@ class Shop:
             if call.action in ("SendMessage", "SendMessageBatch") and call.status == 200
             for entry in call.parameters.get("Entries", [call.parameters])
         ]
-        headers = [_headers(body) for body in bodies]
+        headers = [headers_of(body) for body in bodies]
         wanted = [one for one in headers if one["task"] == f"shop.{task}" or not task]
         return [one for one in wanted if run_id in (one["id"], "")]
 
@@ -408,7 +408,7 @@ class Shop:
     def receives(self, run_id: str, queue: str = "celery") -> list[int]:
         """How often each message of the run was received, deleted ones included."""
         messages = self.sqs.messages(queue, deleted=True)
-        return [m.receive_count for m in messages if _headers(m.body)["id"] == run_id]
+        return [m.receive_count for m in messages if headers_of(m.body)["id"] == run_id]
 
     def purge(self, queue: str = "celery") -> None:
         """Throw every message of a queue away."""
@@ -418,7 +418,7 @@ class Shop:
     def send_again(self, run_id: str, queue: str = "celery") -> None:
         """Put a copy of the run's first message into the queue: a duplicate of the broker's."""
         bodies = (m.body for m in self.sqs.messages(queue, deleted=True))
-        body = next(body for body in bodies if _headers(body)["id"] == run_id)
+        body = next(body for body in bodies if headers_of(body)["id"] == run_id)
         url = self.sqs.client().get_queue_url(QueueName=queue)["QueueUrl"]
         self.sqs.client().send_message(QueueUrl=url, MessageBody=body)
 
@@ -494,7 +494,7 @@ def _story(shop: Shop) -> str:
     return "\n".join(lines)
 
 
-def _headers(body: str) -> dict[str, Any]:
+def headers_of(body: str) -> dict[str, Any]:
     """The headers of a Celery message as it lies in the queue."""
     payload = json.loads(base64.b64decode(body))
     return dict(payload["headers"])

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Text,
     Update,
     case,
+    func,
     insert,
     literal,
     null,
@@ -95,13 +96,14 @@ HAND_OFF = _leave(
     RunState.READY, attempt=0, trigger_due=now(), triggers=0, reason=p("reason")
 ).returning(run.c.epoch)
 
+#: Without an envelope the one that is there stays; a charged attempt is not forgotten.
 POSTPONE = _leave(
     RunState.READY,
-    attempt=0,
+    attempt=case((p("charged", Boolean), run.c.attempt), else_=0),
     triggers=0,
     not_before=in_seconds("delay"),
     trigger_due=in_seconds("delay"),
-    envelope=p("envelope", LargeBinary),
+    envelope=func.coalesce(p("envelope", LargeBinary), run.c.envelope),
     reason=p("reason"),
 ).returning(run.c.epoch)
 
@@ -115,6 +117,7 @@ OUTCOME = (
     .values(
         state=p("state"),
         outcome=p("outcome", LargeBinary),
+        dead_letter=p("dead_letter", Boolean),
         reason=p("reason"),
         finished_at=now(),
         settle_by=case((_DELIVER, in_seconds("settle_in")), else_=null()),

@@ -12,6 +12,7 @@ from sqlalchemy import (
     and_,
     case,
     delete,
+    false,
     null,
     or_,
     select,
@@ -91,6 +92,7 @@ VIEW = (
         (~not_overdue()).label("overdue"),
         run.c.settled_at,
         (run.c.settle_by - now()).label("settle_in"),
+        run.c.dead_letter,
         lease.c.status,
         (lease.c.expires_at - now()).label("lease_left"),
         (now() - lease.c.suspect_at).label("suspect_for"),
@@ -120,7 +122,8 @@ HAND_OVER = (
         reason=p("reason"),
         triggers=0,
         checkpoint=case((p("restart", Boolean), null()), else_=run.c.checkpoint),
-        trigger_due=case((p("due", Boolean), now()), else_=null()),
+        not_before=in_seconds("delay"),
+        trigger_due=case((p("due", Boolean), in_seconds("delay")), else_=null()),
         settle_by=case((p("ended", Boolean), now()), else_=null()),
         finished_at=case((p("ended", Boolean), now()), else_=null()),
     )
@@ -186,6 +189,7 @@ RESUME = (
         holder=null(),
         attempt=0,
         outcome=null(),
+        dead_letter=false(),
         reason=p("reason"),
         settle_by=null(),
         settled_at=null(),
@@ -254,7 +258,15 @@ REPLAY = (
         settle_by=in_seconds("settle_in"),
         trigger_due=in_seconds("settle_in"),
     )
-    .returning(run.c.state, run.c.epoch, run.c.outcome, run.c.reason, run.c.envelope, run.c.replays)
+    .returning(
+        run.c.state,
+        run.c.epoch,
+        run.c.outcome,
+        run.c.dead_letter,
+        run.c.reason,
+        run.c.envelope,
+        run.c.replays,
+    )
 )
 #: A settle that never succeeds ends here, for a person to look at.
 UNDELIVERABLE = (

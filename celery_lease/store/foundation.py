@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, CursorResult, Executable
+from sqlalchemy import Connection, Executable
 
 from celery_lease.policy import grace_of
 from celery_lease.statements import runs, stories
@@ -13,7 +13,7 @@ from celery_lease.statements.parameters import prefixed
 from celery_lease.states import LeaseStatus, RunState, RunView
 from celery_lease.store.connections import Connections
 
-__all__ = ["Foundation", "add_event", "ask"]
+__all__ = ["Foundation", "Rows", "add_event", "ask"]
 
 _NEVER = 0.0
 
@@ -73,11 +73,22 @@ class Foundation:
         )
 
 
-def ask(
-    connection: Connection, statement: Executable, given: Mapping[str, Any]
-) -> CursorResult[Any]:
-    """Execute one of the library's statements with plainly named parameters."""
-    return connection.execute(statement, prefixed(given))
+class Rows(list[Any]):
+    """All rows of a statement."""
+
+    def first(self) -> Any:
+        """The first row, or None."""
+        return self[0] if self else None
+
+
+def ask(connection: Connection, statement: Executable, given: Mapping[str, Any]) -> Rows:
+    """The rows of one of the library's statements, with plainly named parameters.
+
+    They are read at once, also where nobody looks at them: a statement of SQLite's is not
+    over before, and what it wrote is not committed.
+    """
+    result = connection.execute(statement, prefixed(given))
+    return Rows(result.all()) if result.returns_rows else Rows()
 
 
 def add_event(
@@ -109,6 +120,7 @@ def _as_view(row: Any) -> RunView:
         overdue=bool(row.overdue),
         settled=row.settled_at is not None,
         settle_in=_or_never(row.settle_in),
+        dead_letter=bool(row.dead_letter),
         lease_status=None if row.status is None else LeaseStatus(row.status),
         lease_left=_or_never(row.lease_left),
         grace_left=grace - row.suspect_for if row.suspect_for is not None else grace,

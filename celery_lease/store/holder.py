@@ -79,9 +79,20 @@ class HolderVerbs(Foundation):
         """End this lease and leave the run ready for its next message; returns the epoch."""
         return self._leave(grant, holding.HAND_OFF, RunState.READY, "handed_off", reason)
 
-    def postpone(self, grant: Grant, envelope: bytes, delay: float, reason: str) -> int:
-        """Leave the run ready ``delay`` seconds from now, with a new envelope."""
-        given = {"envelope": envelope, "delay": max(delay, 0.0)}
+    def postpone(
+        self,
+        grant: Grant,
+        envelope: bytes | None,
+        delay: float,
+        reason: str,
+        *,
+        charged: bool = False,
+    ) -> int:
+        """Leave the run ready ``delay`` seconds from now, with a new envelope if one is given.
+
+        ``charged``: it was an attempt that failed, and counts as one.
+        """
+        given = {"envelope": envelope, "delay": max(delay, 0.0), "charged": charged}
         return self._leave(grant, holding.POSTPONE, RunState.READY, "postponed", reason, **given)
 
     def park(self, grant: Grant, reason: str) -> int:
@@ -109,10 +120,20 @@ class HolderVerbs(Foundation):
         reason: str,
         deliver: bool,
         settle_in: float,
+        dead_letter: bool = False,
     ) -> None:
-        """Commit a failure; the run's only outcome until an operator resumes it."""
+        """Commit a failure; the run's only outcome until an operator resumes it.
+
+        ``dead_letter``: its message is left for the queue's dead-letter policy.
+        """
         self._end(
-            grant, RunState.FAILED, outcome, reason=reason, deliver=deliver, settle_in=settle_in
+            grant,
+            RunState.FAILED,
+            outcome,
+            reason=reason,
+            deliver=deliver,
+            settle_in=settle_in,
+            dead_letter=dead_letter,
         )
 
     def fence(self, session: Any, grant: Grant) -> None:
@@ -223,6 +244,7 @@ class HolderVerbs(Foundation):
         reason: str,
         deliver: bool,
         settle_in: float,
+        dead_letter: bool = False,
     ) -> None:
         given = {
             **_key(grant),
@@ -231,6 +253,7 @@ class HolderVerbs(Foundation):
             "reason": reason,
             "deliver_outcome": deliver,
             "settle_in": settle_in,
+            "dead_letter": dead_letter,
         }
 
         def work(connection: Connection) -> bool:

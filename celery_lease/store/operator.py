@@ -155,7 +155,7 @@ class Operator(Claims):
 
     def _rows(self, statement: Any, given: Row) -> list[Row]:
         return self.connections.run(
-            lambda c: [dict(row) for row in ask(c, statement, given).mappings()]
+            lambda c: [dict(row._mapping) for row in ask(c, statement, given)]
         )
 
 

@@ -22,7 +22,7 @@ class Outbox(Foundation):
     def due(self, most: int = 100) -> list[tuple[str, int]]:
         """Runs whose trigger is due, as (run, epoch), the longest waiting first."""
         given = {"namespace": self.namespace, "most": most}
-        rows = self.connections.run(lambda c: ask(c, runs.DUE, given).all())
+        rows = self.connections.run(lambda c: ask(c, runs.DUE, given))
         return [(row.run_id, row.epoch) for row in rows]
 
     def reserve(self, run_id: str, epoch: int) -> Outgoing | None:
@@ -68,6 +68,7 @@ class Outbox(Foundation):
                 RunState(row.state),
                 row.epoch,
                 row.outcome,
+                bool(row.dead_letter),
                 row.reason,
                 row.envelope,
                 row.replays,

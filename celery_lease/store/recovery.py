@@ -26,7 +26,7 @@ class Recovery(Foundation):
     def expired(self, most: int = 100) -> list[tuple[str, int]]:
         """Live leases of this namespace whose time is over, as (run, epoch)."""
         given = {"namespace": self.namespace, "most": most}
-        rows = self.connections.run(lambda c: ask(c, leases.EXPIRED, given).all())
+        rows = self.connections.run(lambda c: ask(c, leases.EXPIRED, given))
         return [(row.run_id, row.epoch) for row in rows]
 
     def suspect(self, run_id: str, epoch: int) -> bool:
@@ -47,7 +47,7 @@ class Recovery(Foundation):
     def overripe(self, most: int = 100) -> list[tuple[str, int]]:
         """Suspect leases whose grace is over, as (run, epoch)."""
         given = {"namespace": self.namespace, "most": most}
-        rows = self.connections.run(lambda c: ask(c, leases.OVERRIPE, given).all())
+        rows = self.connections.run(lambda c: ask(c, leases.OVERRIPE, given))
         return [(row.run_id, row.epoch) for row in rows]
 
     def reclaim(self, run_id: str, epoch: int) -> HandedOver | None:
@@ -73,8 +73,13 @@ class Recovery(Foundation):
             )
         )
 
-    def abandon(self, run_id: str, epoch: int, holder: str, reason: str) -> HandedOver | None:
-        """The parent process saw its child die, or stall; None if the lease had ended."""
+    def abandon(
+        self, run_id: str, epoch: int, holder: str, reason: str, *, delay: float = 0.0
+    ) -> HandedOver | None:
+        """The parent process saw its child die, or stall; None if the lease had ended.
+
+        A run that goes on is due ``delay`` seconds from now.
+        """
 
         def end(connection: Connection, _run: Any) -> str | None:
             given = {"run_id": run_id, "epoch": epoch, "holder": holder, "reason": reason}
@@ -82,7 +87,9 @@ class Recovery(Foundation):
             return None if row is None else str(row.holder)
 
         return self.connections.transact(
-            lambda c: _hand_over(c, runs.LOCK, run_id, epoch, end=end, kind="abandoned", why=reason)
+            lambda c: _hand_over(
+                c, runs.LOCK, run_id, epoch, end=end, kind="abandoned", why=reason, delay=delay
+            )
         )
 
     def give_up(
@@ -95,6 +102,7 @@ class Recovery(Foundation):
         reason: str,
         deliver: bool,
         settle_in: float,
+        dead_letter: bool = False,
     ) -> bool:
         """The parent process fails its child's run; False if the lease had ended.
 
@@ -109,6 +117,7 @@ class Recovery(Foundation):
             "reason": reason,
             "deliver_outcome": deliver,
             "settle_in": settle_in,
+            "dead_letter": dead_letter,
         }
 
         def work(connection: Connection) -> bool:
@@ -144,7 +153,7 @@ class Recovery(Foundation):
 
     def _next_orphaned(self, most: int) -> list[str]:
         given = {"after": self._after_lease, "most": most}
-        rows = self.connections.run(lambda c: ask(c, leases.SWEPT, given).all())
+        rows = self.connections.run(lambda c: ask(c, leases.SWEPT, given))
         self._after_lease = rows[-1].run_id if len(rows) == most else ""
         return [
             row.run_id
@@ -154,7 +163,7 @@ class Recovery(Foundation):
 
     def _next_unfinished(self, most: int) -> tuple[list[str], list[str]]:
         given = {"namespace": self.namespace, "after": self._after_run, "most": most}
-        rows = self.connections.run(lambda c: ask(c, runs.UNFINISHED, given).all())
+        rows = self.connections.run(lambda c: ask(c, runs.UNFINISHED, given))
         self._after_run = rows[-1].run_id if len(rows) == most else ""
         unheld = [row.run_id for row in rows if row.state == RunState.RUNNING and not row.held]
         overdue = [row.run_id for row in rows if row.state == RunState.READY and row.overdue]
@@ -206,6 +215,7 @@ def _hand_over(
     end: Any,
     kind: str,
     why: str,
+    delay: float = 0.0,
 ) -> HandedOver | None:
     """Lock the run, end its lease, ask the guard, move the run: always in this order."""
     run = ask(connection, lock, {"run_id": run_id}).first()
@@ -234,6 +244,7 @@ def _hand_over(
             "reason": reason,
             "restart": restart,
             "due": state is RunState.READY or ended,
+            "delay": 0.0 if ended else delay,
             "ended": ended,
         },
     )

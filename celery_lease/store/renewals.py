@@ -66,7 +66,7 @@ class Renewals(Foundation):
 
 def _renew(connection: Connection, holders: Collection[str], yielding: bool) -> Renewal:
     given = {"holders": json.dumps(list(holders)), "yielding": yielding}
-    before = ask(connection, leases.STATUS_MANY, given).all()
+    before = ask(connection, leases.STATUS_MANY, given)
     ask(connection, leases.RENEW_MANY, given)
     for row in before:
         if row.status == LeaseStatus.SUSPECT:

@@ -74,6 +74,8 @@ class Replay:
     state: RunState
     epoch: int
     outcome: bytes | None
+    #: The message of the execution that failed is left for its queue's dead-letter policy.
+    dead_letter: bool
     reason: str | None
     envelope: bytes | None
     replays: int

@@ -20,7 +20,9 @@ from celery_lease.errors import (
 )
 from celery_lease.policy import LeasePolicy, Terms
 from celery_lease.settings import Settings
+from celery_lease.statements import runs
 from celery_lease.store import Grant, Store
+from celery_lease.store.foundation import ask
 from tests.runs import claim, complete, new_holder, row
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import wait_until
@@ -358,3 +360,22 @@ class TestAFailureInTheMiddle:
             store.connections.transact(half)
         assert row(store, run_id).note is None
         store.checkpoint(grant, b"1")
+
+
+def test_a_statement_is_over_when_its_connection_is_given_back(
+    make_store: Callable[..., Store], store: Store, run_id: str, terms: Terms
+) -> None:
+    """On SQLite a statement whose rows were not read is not, and its write not committed.
+
+    The next thread that got the connection could not commit, and both writes were undone.
+    """
+    grant = claim(store, run_id, terms)
+    complete(store, grant)
+    narrow = make_store(store, options={"pool_size": 1, "max_overflow": 0})
+    given = {"run_id": run_id, "holder": grant.holder}
+    answer = narrow.connections.run(lambda c: ask(c, runs.SETTLE, given))
+    claim(narrow, f"{run_id}-next", terms)
+    assert answer is not None
+    view = store.view(run_id)
+    assert view is not None
+    assert view.settled

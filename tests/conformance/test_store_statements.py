@@ -44,6 +44,7 @@ class TestHandOver:
         "state": RunState.READY,
         "reason": "r",
         "restart": False,
+        "delay": 0.0,
         "due": True,
         "ended": False,
     }
@@ -83,10 +84,12 @@ def test_what_a_holder_writes_needs_epoch_holder_and_a_running_run(
         "note": "note",
         "reason": "reason",
         "delay": 5.0,
+        "charged": False,
         "envelope": b"new",
         "state": RunState.SUCCEEDED,
         "outcome": b"new",
         "deliver_outcome": True,
+        "dead_letter": False,
         "settle_in": 60.0,
     }
     statement = HOLDER_STATEMENTS[name]

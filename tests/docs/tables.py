@@ -95,6 +95,7 @@ def _views() -> Iterable[RunView]:
             due_in=seconds,
             overdue=flag,
             settled=flag,
+            dead_letter=untriggered,
             settle_in=seconds,
             lease_status=status,
             lease_left=seconds,

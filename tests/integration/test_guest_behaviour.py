@@ -16,6 +16,7 @@ from celery.worker import state as worker_state
 from celery_lease import LeasedTask, current_lease
 from celery_lease.errors import InvalidSetting, SchemaMissing
 from celery_lease.execution import Execution
+from celery_lease.fates import DELETE
 from celery_lease.settings import Settings
 from celery_lease.worker import LeaseConsumerStep
 from tests.integration.guest import Guest, app_of, leased, replaced
@@ -287,12 +288,14 @@ def test_a_message_that_is_left_for_the_dead_letter_queue_settles_its_run(tmp_pa
     guest = Guest(app)
     result = task.delay()
     guest.deliver()
-    assert guest.fates == ["reject False"]
+    assert guest.fates == []
+    assert guest.hidden.deferred != []
     assert result.state == "FAILURE"
     assert guest.row(result.id)["settled_at"] is not None
 
 
-def test_a_message_that_is_given_back_after_a_hard_limit_brings_the_failure(tmp_path: Path) -> None:
+def test_a_hard_limit_that_is_not_acknowledged_is_tried_again(tmp_path: Path) -> None:
+    """As Celery does with ``acks_on_timeout`` off, but within the limit of attempts."""
     app = app_of(tmp_path)
     task = leased(app, name="t", acks_on_failure_or_timeout=False)(done)
     guest = Guest(app)
@@ -304,10 +307,36 @@ def test_a_message_that_is_given_back_after_a_hard_limit_brings_the_failure(tmp_
         result.id, 0, request._holder, task="t", terms=request._terms, envelope=envelope
     )
     request.on_failure(info_of(TimeLimitExceeded(1)))
+    assert guest.row(result.id)["state"] == "ready"
+    assert guest.fates == ["ack"]
+    guest.reap()
+    guest.deliver()
+    assert result.get(timeout=1) == "done"
+
+
+def test_a_failure_that_is_told_by_a_replay_ends_its_message(tmp_path: Path) -> None:
+    """Celery 5.7 gives the message of a hard limit back, and then tells nobody of the failure."""
+    app = app_of(tmp_path)
+    options = {"acks_on_failure_or_timeout": False, "lease_fates": DELETE}
+    task = leased(app, name="t", **options)(done)
+    guest = Guest(app)
+    result = task.delay()
+    message = guest.message()
+    request = guest.request(message)
+    envelope = request._envelope()
+    guest.store.claim(
+        result.id, 0, request._holder, task="t", terms=request._terms, envelope=envelope
+    )
+    request.on_failure(info_of(TimeLimitExceeded(1)))
     guest.side.heartbeat._settle()
     guest.age(120)
-    guest.deliver(message)
+    guest.reap()
+    again = guest.message()
+    if again is not None:
+        guest.deliver(again)
     assert result.state == "FAILURE"
+    assert set(guest.fates) == {"ack"}
+    assert guest.message() is None
     assert guest.row(result.id)["settled_at"] is not None
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import kombu
 import pytest
 
 from celery_lease.testing.sqs import MODES
 from tests.workers import DURATION, EVERY_POOL, Shop, slowly
+
+#: Before that, no receive count reaches a worker: a duplicate is put off, and never dropped.
+_COUNTS_RECEIVES = kombu.VERSION >= (5, 4)
 
 
 @pytest.mark.parametrize(("database", "pool"), EVERY_POOL[:3])  # solo: see below
@@ -227,8 +231,11 @@ def test_thirty_hours_in_one_piece_complete_once(shop: Shop) -> None:
     shop.sqs.clock.advance(hours=13)
     shop.event(run, "duplicate_deferred")
     shop.sqs.clock.advance(hours=13)
-    shop.event(run, "duplicate_dropped")
-    shop.empty()
+    if _COUNTS_RECEIVES:
+        shop.event(run, "duplicate_dropped")
+        shop.empty()
+    else:
+        shop.event(run, "duplicate_deferred", times=4)
     shop.sqs.clock.advance(hours=4)
     assert shop.run(run)["lease_status"] == "active"
     shop.open("go")
@@ -236,6 +243,7 @@ def test_thirty_hours_in_one_piece_complete_once(shop: Shop) -> None:
     assert shop.settled(run)["epoch"] == 1
     assert shop.bodies(run) == 1
     assert len(shop.sent("after")) == 1
+    shop.empty()
     assert worker.alive
 
 

@@ -50,6 +50,16 @@ def test_a_trigger_that_cannot_be_sent_does_not_hold_up_the_others() -> None:
     assert Reaper(store, send).run_once().triggered == 2
 
 
+def test_a_full_portion_of_triggers_is_followed_by_the_next_one_at_once() -> None:
+    """Thousands of timers that end at one time must not wait for one pass each hundred."""
+    many: Any = Store(due=5000)
+    assert Reaper(many, lambda *_: True).pass_and_wait() == 0.0
+    few: Any = Store(due=99)
+    assert Reaper(few, lambda *_: True).pass_and_wait() > 0.0
+    refused: Any = Store(due=5000)
+    assert Reaper(refused, lambda *_: False).pass_and_wait() > 0.0
+
+
 def test_a_broker_that_is_away_is_not_asked_for_every_trigger() -> None:
     asked: list[str] = []
 

@@ -111,7 +111,7 @@ def app() -> Celery:
 
 
 def _replay(state: RunState, outcome: bytes | None, reason: str | None = None) -> Replay:
-    return Replay(state, 1, outcome, reason, None, 1)
+    return Replay(state, 1, outcome, False, reason, None, 1)
 
 
 def test_a_result_comes_back_as_it_was_committed(app: Celery) -> None:

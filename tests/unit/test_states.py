@@ -22,6 +22,7 @@ EPOCH = 4
 
 #: A ready run at epoch 4 that is due and triggered; each test says what differs.
 READY = RunView(
+    dead_letter=False,
     state=RunState.READY,
     epoch=EPOCH,
     holder=None,
