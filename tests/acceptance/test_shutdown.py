@@ -117,9 +117,7 @@ def test_a_cold_shutdown_ends_what_it_can_kill_at_once(shop: Shop, pool: str) ->
 
 
 @pytest.mark.skipif(not HAS_SOFT_SHUTDOWN, reason="soft shutdown came with Celery 5.5")
-@pytest.mark.parametrize(
-    ("pool", "remapped"), [("prefork", False), ("prefork", True), ("threads", False)]
-)
+@pytest.mark.parametrize(("pool", "remapped"), [("prefork", True), ("threads", False)])
 def test_a_soft_shutdown_gives_bodies_time_to_hand_over(
     shop: Shop, pool: str, remapped: bool
 ) -> None:
@@ -153,10 +151,9 @@ def test_a_soft_shutdown_gives_bodies_time_to_hand_over(
     assert _balance(shop, slow) == [(1, end), (2, "released")]
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_sigkill_after_the_grace_period_of_kubernetes(shop: Shop, pool: str) -> None:
+def test_sigkill_after_the_grace_period_of_kubernetes(shop: Shop) -> None:
     """Released runs have gone on at once; the others do when their lease has run out."""
-    (first,) = shop.start("w1", pool=pool, slots=2, imports=IMPORTS, **HASTY)
+    (first,) = shop.start("w1", slots=2, imports=IMPORTS, **HASTY)
     good = _at_its_second_step(shop)
     slow = _at_its_second_step(shop, "slow")
     (second,) = shop.start("w2", slots=2, imports=IMPORTS, **HASTY)
