@@ -58,7 +58,7 @@ class Execution:
         self.epoch = grant.epoch
         self.attempt = grant.attempt
         self.holder = grant.holder
-        #: The lease was ended by this holder itself.
+        #: The lease is over, by this holder's own commit or by somebody else.
         self.ended = False
         self._leasing = leasing
         self._store = leasing.store
@@ -94,11 +94,11 @@ class Execution:
         except HandOff as exc:
             raise Ignore(str(exc)) from None
         except LeaseLost as exc:
-            self.ended = True
             raise self.translated(exc) from None
 
     def translated(self, exc: LeaseLost) -> Exception:
         """What a lost lease is to Celery: the message goes, or comes back if nothing is known."""
+        self.ended = True
         logger.warning(
             "lease lost run=%s epoch=%s holder=%s task=%s reason=%s",
             self.run_id,

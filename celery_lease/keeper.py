@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from celery_lease.board import Board, Slot
 from celery_lease.policy import Terms
@@ -28,6 +29,8 @@ class Kept:
     extend_at: float
     #: On the monotonic clock: until when the broker hides it from others, as far as we know.
     hidden_until: float = float("inf")
+    #: The broker's message, to give it back; None where that is the broker library's affair.
+    message: Any = None
     #: The pool process that executes it; None while it waits in the worker.
     pid: int | None = None
     interruptible: bool = False
@@ -58,13 +61,17 @@ class Keeper:
         with self._change:
             self._kept[kept.holder] = kept
 
-    def accepted(self, holder: str, pid: int, *, interruptible: bool) -> None:
-        """The pool has taken the delivery: its lease is renewed from now on."""
+    def accepted(self, holder: str, pid: int, *, interruptible: bool) -> bool:
+        """The pool has taken the delivery: its lease is renewed from now on.
+
+        False if it was forgotten while it waited.
+        """
         with self._change:
             kept = self._kept.get(holder)
             if kept is not None:
                 kept.pid = pid
                 kept.interruptible = interruptible
+            return kept is not None
 
     def forget(self, holder: str, timeout: float = 15.0) -> Kept | None:
         """Stop keeping a delivery; waits for a call that is under way."""

@@ -21,13 +21,14 @@ from celery.utils.functional import maybe_list
 from celery.worker import state as worker_state
 from celery.worker.request import Request
 
+from celery_lease import signals
 from celery_lease.application import Leasing
 from celery_lease.delivery import REQUEST_KEY, Delivery, envelope_of, is_unheld, new_holder
 from celery_lease.fates import Kind, fate_of
 from celery_lease.outcomes import encode_failure
 from celery_lease.results import Defer, Left, Told, Voice, speaking
-from celery_lease.states import DEAD_LETTER_DELAY, LIVE
-from celery_lease.store import Grant
+from celery_lease.states import DEAD_LETTER_DELAY, LIVE, LeaseStatus
+from celery_lease.store import Ended, Grant
 from celery_lease.trigger import EPOCH_HEADER
 from celery_lease.turns import Turn
 
@@ -86,7 +87,9 @@ class LeasedRequest(Request):
             content_type=self._content_type or "application/json",
         )
         self._settles = True
-        worker.keep(self._delivery, self._task.name, self._terms, held, slot)
+        worker.keep(
+            self._delivery, self._task.name, self._terms, held=held, slot=slot, message=message
+        )
 
     # -- on the way to the pool ---------------------------------------------------------
 
@@ -143,7 +146,7 @@ class LeasedRequest(Request):
         """The pool has taken it: its lease is renewed from now on."""
         super().on_accepted(pid, time_accepted)
         if self._side is not None:
-            self._side.accepted(self._holder, pid)
+            self._side.accepted(self._delivery, self._task.name, self._terms, pid)
             if self._known_revoked() and not self._passed_on:
                 self._revoke_quietly("revoked by Celery")  # while it waited for the pool
 
@@ -249,11 +252,12 @@ class LeasedRequest(Request):
         self._settles = False
         if self.acknowledged:
             return
-        self._side.forget(self._holder)
+        ours = self._side.forget(self._holder)
         if self._held is None:
             super().reject(requeue=requeue)
             return
-        self._side.defer(self._message, self._held, delay)
+        if ours:
+            self._side.defer(self._message, self._held, delay)
         self.acknowledged = True
         self._end_turn(gone=False)
         self.send_event("lease-deferred", delay=delay)
@@ -294,8 +298,24 @@ class LeasedRequest(Request):
             )
             if isinstance(grant, Grant):
                 store.abandon(grant.run_id, grant.epoch, self._holder, reason, delay=delay)
-        elif ended.status in _LIVE:
-            store.abandon(ended.run_id, ended.epoch, self._holder, reason, delay=delay)
+            return
+        abandoned = ended.status in _LIVE and store.abandon(
+            ended.run_id, ended.epoch, self._holder, reason, delay=delay
+        )
+        self._announce_lost(ended, bool(abandoned), "child died")
+
+    def _announce_lost(self, ended: Ended, taken: bool, reason: str) -> None:
+        """On behalf of a child that was killed, unless it had ended its lease itself."""
+        if not taken and (ended.status in _LIVE or ended.status == LeaseStatus.RELEASED):
+            return
+        signals.announce(
+            signals.lease_lost,
+            self._task.name,
+            run_id=self._delivery.run_id,
+            epoch=ended.epoch,
+            holder=self._holder,
+            reason=reason,
+        )
 
     def _envelope(self) -> bytes | None:
         if self._delivery.expected:
@@ -328,6 +348,7 @@ class LeasedRequest(Request):
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not failed: %s", self._delivery.run_id, unknown)
             return self._defer(_RETRY_DELAY)
+        self._announce_lost(ended, accepted, "hard time limit")
         if not accepted:
             return self._let_go()
         self._fate = fate.kind
@@ -360,8 +381,11 @@ class LeasedRequest(Request):
     def _revoke(self, reason: str) -> bool:
         assert self._side is not None
         store, run_id = self._side.store, self._delivery.run_id
-        if store.of_holder(self._holder) is not None:
-            return store.revoke(run_id, reason, holder=self._holder)
+        held = store.of_holder(self._holder)
+        if held is not None:
+            revoked = store.revoke(run_id, reason, holder=self._holder)
+            self._announce_lost(held, revoked, "terminated")
+            return revoked
         return store.revoke(run_id, reason) if is_unheld(store.view(run_id)) else False
 
     def _revoke_quietly(self, reason: str) -> None:

@@ -26,6 +26,7 @@ from celery_lease.delays import DelayingProducer
 from celery_lease.delivery import Admission, Delivery
 from celery_lease.errors import InvalidSetting, LeaseError, LeaseLost
 from celery_lease.execution import Execution
+from celery_lease.exits import left
 from celery_lease.fates import Fates, Kind, checked, fate_of
 from celery_lease.interrupts import no_soft_limit
 from celery_lease.lease import Lease, bound, current_lease
@@ -423,6 +424,8 @@ class LeasedTask(Task):
                         logger.error("run=%s has not begun, its message stays", uuid, exc_info=exc)
                     info = ExceptionInfo(internal=True)
                     return trace_ok_t(info, TraceInfo(REJECTED, exc), 0.0, None)
+                except BaseException as exc:  # noqa: BLE001 - raised again where it belongs
+                    return left(exc, request)
                 return traced
 
         return trace

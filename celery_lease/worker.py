@@ -38,8 +38,6 @@ __all__ = ["LeaseConsumerStep", "LeaseStep", "WorkerSide"]
 
 logger = logging.getLogger(__name__)
 
-_REFUSED_POOLS = ("gevent", "eventlet")
-
 
 class WorkerSide:
     """Heartbeat, reaper and keeper of one worker; requests talk to it.
@@ -52,7 +50,8 @@ class WorkerSide:
         self._leasing = leasing
         self._worker = worker
         self.board = leasing.board = Board()
-        self.forks = "prefork" in worker.pool_cls.__module__
+        #: The pool has processes of its own, which can be signalled and killed.
+        self.forks = _has_processes(worker.pool_cls)
         self.store: Store = leasing.store
         self.keeper = Keeper(self.board)
         self.visibility: Visibility = SQSVisibility(
@@ -84,7 +83,14 @@ class WorkerSide:
         return self.visibility.hold(message)
 
     def keep(
-        self, delivery: Delivery, task: str, terms: Terms, held: Held | None, slot: Slot | None
+        self,
+        delivery: Delivery,
+        task: str,
+        terms: Terms,
+        *,
+        held: Held | None = None,
+        slot: Slot | None = None,
+        message: Any = None,
     ) -> None:
         """Keep a delivery from now on: its message at once, its lease when it is accepted."""
         extend_at = hidden_until = float("inf")
@@ -92,22 +98,29 @@ class WorkerSide:
             timeout = self.visibility.timeout_of(held)
             extend_at = held.received_at + min(timeout / 3, terms.heartbeat)
             hidden_until = held.received_at + timeout
-        self.keeper.add(
-            Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at, hidden_until)
-        )
+        kept = Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at)
+        kept.hidden_until, kept.message = hidden_until, message
+        self.keeper.add(kept)
         self._beats.wake()
 
-    def accepted(self, holder: str, pid: int) -> None:
-        """A pool process has taken the delivery."""
-        self.keeper.accepted(holder, pid, interruptible=self.forks)
+    def accepted(self, delivery: Delivery, task: str, terms: Terms, pid: int) -> None:
+        """A pool process or thread has taken the delivery: from now on its lease is kept.
+
+        Also one that was let go when the connection was lost: the pool may run it all the
+        same, and its lease must not run out under it. Its message is the broker's again.
+        """
+        if not self.keeper.accepted(delivery.holder, pid, interruptible=self.forks):
+            self.keep(delivery, task, terms)
+            self.keeper.accepted(delivery.holder, pid, interruptible=self.forks)
 
     def process(self, request: Any) -> None:
         """Give a delivery to the pool, as Celery does, when there is a place."""
         self._worker.process_task(request)
 
-    def forget(self, holder: str) -> None:
-        """Nothing more is asked about this delivery's message."""
-        self.keeper.forget(holder)
+    def forget(self, holder: str) -> bool:
+        """Nothing more is asked about this delivery's message; whether it was still hidden."""
+        kept = self.keeper.forget(holder)
+        return kept is not None and kept.held is not None
 
     def disconnected(self) -> None:
         """The connection to the broker is given up, and with it what waited for the pool."""
@@ -115,6 +128,16 @@ class WorkerSide:
             if kept.pid is None:
                 self.keeper.forget(kept.holder)
         self.turns.keep_only({kept.holder for kept in self.keeper.all()})
+
+    def give_back_waiting(self) -> None:
+        """What waits for the pool goes back to the queue at once.
+
+        Celery forgets it when it stops. kombu would send a copy of each such message and
+        leave the message itself hidden for as long as it was asked to.
+        """
+        for kept in self.keeper.all():
+            if kept.pid is None and kept.held is not None and self.forget(kept.holder):
+                self.visibility.defer(kept.message, kept.held, 0.0)
 
     def delivered(self, run_id: str, holder: str) -> None:
         """The outcome of this run was reported."""
@@ -135,14 +158,30 @@ class WorkerSide:
         worker_shutting_down.connect(self._on_shutting_down, weak=False)
         worker_shutdown.connect(self._on_shutdown, weak=False)
         worker_ready.connect(self._on_ready, weak=False)
+        self._tell_before_a_soft_shutdown()
         self._beats.start()
         if self._leasing.settings.enabled:
             self._reaps.start()
 
+    def _tell_before_a_soft_shutdown(self) -> None:
+        """Celery 5.5+ lets bodies go on for a while, and tells of its shutdown only then."""
+        wait = getattr(self._worker, "wait_for_soft_shutdown", None)
+        if wait is None:
+            return
+
+        def yield_and_wait() -> None:
+            self.yield_leases()
+            wait()
+
+        self._worker.wait_for_soft_shutdown = yield_and_wait
+
     def yield_leases(self) -> None:
-        """From now on every checkpoint hands off; told with the next tick, which is now."""
+        """From now on every checkpoint hands off; the store is told with the next tick.
+
+        Called by signal handlers, so it takes no lock: the thread that was interrupted may
+        hold it.
+        """
         self.board.stopping = True
-        self._beats.wake()
 
     def close(self) -> None:
         """After the drain: end the loops, settle what is left."""
@@ -151,6 +190,21 @@ class WorkerSide:
         worker_ready.disconnect(self._on_ready)
         self._reaps.stop()
         self._beats.stop()
+        self._settle()
+
+    def terminate(self) -> None:
+        """A cold shutdown: say what is known now, for nobody may come to it later.
+
+        The heartbeat goes on: threads cannot be killed, and end before the process does.
+        """
+        self._reaps.stop()
+        self._settle()
+        try:
+            self.reaper.send_due()
+        except LeaseError as exc:
+            logger.warning("triggers are left to another worker's reaper: %s", exc)
+
+    def _settle(self) -> None:
         pairs = self.keeper.take_delivered()
         if pairs:
             try:
@@ -175,6 +229,9 @@ class WorkerSide:
 
     def _beat(self) -> float:
         delay = self.heartbeat.run_once()
+        if self.board.stopping:
+            # Not only before the pool drains: in a cold shutdown that may be much later.
+            self.give_back_waiting()
         return 0.5 if self.outage.on else delay
 
     def _reap(self) -> float:
@@ -273,13 +330,24 @@ class LeaseStep(bootsteps.StartStopStep):
             side.outage.tell(False)
 
     def stop(self, worker: Any) -> None:  # noqa: ARG002 - Celery's signature
-        """Celery stops steps before the pool drains: only ask the holders to yield."""
+        """Celery stops steps before the pool drains: ask the holders to yield, and let go of
+        what waits for the pool.
+        """
         if self._leasing.worker is not None:
             self._leasing.worker.yield_leases()
+            self._leasing.worker.give_back_waiting()
 
     def terminate(self, worker: Any) -> None:
-        """A cold shutdown: no commit can follow, so the loops end with the process."""
+        """A cold shutdown, in which Celery has killed the bodies that can be killed."""
         self.stop(worker)
+        if self._leasing.worker is not None:
+            self._leasing.worker.terminate()
+
+
+def _has_processes(pool_cls: type) -> bool:
+    from celery.concurrency.prefork import TaskPool  # noqa: PLC0415 - not in a producer
+
+    return issubclass(pool_cls, TaskPool)
 
 
 def _tell_nobody(_reachable: bool) -> None:
@@ -292,13 +360,12 @@ def _not_a_deferral(record: logging.LogRecord) -> bool:
 
 
 def _refuse_what_cannot_work(worker: Any) -> None:
-    pool = worker.pool_cls.__module__
-    for name in _REFUSED_POOLS:
-        if name in pool:
-            raise InvalidSetting(
-                f"worker pool {name!r}: a body that does not yield would stop the heartbeat of "
-                "every lease in the process; use --pool=prefork, solo or threads"
-            )
+    if worker.pool_cls.is_green:
+        pool = worker.pool_cls.__module__.rpartition(".")[2]
+        raise InvalidSetting(
+            f"worker pool {pool!r}: a body that does not yield would stop the heartbeat of "
+            "every lease in the process; use --pool=prefork, solo or threads"
+        )
     if worker.app.conf.worker_deduplicate_successful_tasks:
         raise InvalidSetting(
             "worker_deduplicate_successful_tasks = True: it answers a redelivered message "

@@ -18,7 +18,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +36,16 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 APP = "tests.integration.apps.shop"
 BOTH = ("sqlite", "postgresql")
+POOLS = ("prefork", "threads", "solo")
 #: The same for tests that also run on the lowest supported versions.
 SMOKE_BOTH = (pytest.param("sqlite", marks=pytest.mark.smoke), "postgresql")
+#: ("database", "pool"): the pool that most people use on both, the others on one.
+EVERY_POOL = (
+    pytest.param("sqlite", "prefork", marks=pytest.mark.smoke),
+    ("postgresql", "prefork"),
+    pytest.param("sqlite", "threads", marks=pytest.mark.smoke),
+    ("sqlite", "solo"),
+)
 
 #: What the app sets, for arithmetic in tests.
 DURATION, HEARTBEAT, GRACE, SWEEP = 4, 1, 3, 0.5
@@ -179,13 +187,21 @@ class Shop:
         queue: str = "celery",
         store_url: str | None = None,
         crash: str = "",
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> Worker:
-        """Start a worker without waiting for it; ``settings`` are Celery's and ours."""
+        """Start a worker without waiting for it; ``settings`` are Celery's and ours.
+
+        ``options`` go to the command line, ``environment`` to its process.
+        """
         worker = Worker(
             name,
-            self._command(name, pool, slots, queue),
-            self._environment(store_url or self.store_url, crash, settings),
+            [*self._command(name, pool, slots, queue), *options],
+            {
+                **self._environment(store_url or self.store_url, crash, settings),
+                **(environment or {}),
+            },
             self.folder / f"{name}.log",
         )
         self.workers.append(worker)

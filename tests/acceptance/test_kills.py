@@ -6,14 +6,16 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from celery_lease.testing.clock import advance_database_clock
-from tests.workers import BOTH, DURATION, GRACE, SMOKE_BOTH, TAKEN_OVER, Shop, slowly
+from tests.workers import BOTH, DURATION, EVERY_POOL, GRACE, TAKEN_OVER, Shop, slowly
 
 
-@pytest.mark.parametrize("database", SMOKE_BOTH)
-def test_a_killed_workers_run_is_finished_elsewhere_within_lease_and_grace(shop: Shop) -> None:
+@pytest.mark.parametrize(("database", "pool"), EVERY_POOL[:3])  # solo: see test_limits
+def test_a_killed_workers_run_is_finished_elsewhere_within_lease_and_grace(
+    shop: Shop, pool: str
+) -> None:
     """Case 26: SIGKILL of parent and children; the queue would hide the message for an hour."""
     shop.queue("patient", hides=3600)
-    victim, other = shop.start("w1", "w2", queue="patient")
+    victim, other = shop.start("w1", "w2", queue="patient", pool=pool)
     run = shop.send("steps", "go", 2, queue="patient", link=shop.signature("after"))
     shop.open("go-0")
     note = shop.noted("step", run, times=2)

@@ -23,12 +23,14 @@ def proxy(shop: Shop) -> Iterator[TcpProxy]:
 
 
 @pg_only
-@pytest.mark.parametrize("how", ["refused", "swallowed"])
+@pytest.mark.parametrize(
+    ("how", "pool"), [("refused", "prefork"), ("swallowed", "prefork"), ("refused", "threads")]
+)
 def test_while_the_store_is_away_no_body_starts_and_no_message_is_lost(
-    shop: Shop, proxy: TcpProxy, how: str
+    shop: Shop, proxy: TcpProxy, how: str, pool: str
 ) -> None:
     """The worker stops consuming, and goes on by itself when the store is back."""
-    (worker,) = shop.start("w1", store_url=proxy.url(shop.store_url))
+    (worker,) = shop.start("w1", store_url=proxy.url(shop.store_url), pool=pool)
     if how == "refused":
         proxy.cut(refuse=True)
     else:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.workers import SMOKE_BOTH, Shop, slowly
+from tests.workers import EVERY_POOL, Shop, slowly
 
 
-@pytest.mark.parametrize("database", SMOKE_BOTH)
-def test_a_duplicate_delivery_changes_nothing_visible(shop: Shop) -> None:
+@pytest.mark.parametrize(("database", "pool"), EVERY_POOL[:3])  # solo has one body at a time
+def test_a_duplicate_delivery_changes_nothing_visible(shop: Shop, pool: str) -> None:
     """Case 36: no state, no result, no count; an event and one line of ours in the log."""
-    (worker,) = shop.start("w1", slots=2)
+    (worker,) = shop.start("w1", slots=2, pool=pool)
     run = shop.send("hold", "go", 1, link=shop.signature("after"))
     shop.entered(run)
     before = _visible(shop, run)

@@ -6,17 +6,17 @@ import kombu
 import pytest
 
 from celery_lease.testing.sqs import MODES
-from tests.workers import DURATION, SMOKE_BOTH, Shop, slowly
+from tests.workers import DURATION, EVERY_POOL, Shop, slowly
 
 #: Before that, no receive count reaches a worker: a duplicate is put off, and never dropped.
 _COUNTS_RECEIVES = kombu.VERSION >= (5, 4)
 
 
-@pytest.mark.parametrize("database", SMOKE_BOTH)
-def test_a_body_longer_than_the_visibility_timeout_is_entered_once(shop: Shop) -> None:
+@pytest.mark.parametrize(("database", "pool"), EVERY_POOL[:3])  # solo: see below
+def test_a_body_longer_than_the_visibility_timeout_is_entered_once(shop: Shop, pool: str) -> None:
     """Case 1: V 2 s, two workers, and a body of more than 7 s; the receive count stays 1."""
     shop.queue("hasty", hides=2)
-    shop.start("w1", "w2", queue="hasty")
+    shop.start("w1", "w2", queue="hasty", pool=pool)
     run = shop.send("hold", "go", 1, queue="hasty", link=shop.signature("after"))
     entered = shop.entered(run)
     shop.passed_time(entered["at"] + 7)
@@ -91,11 +91,13 @@ def test_without_the_permission_to_read_the_queue_there_is_one_warning(shop: Sho
     assert worker.log.count("cannot be read") == 1
 
 
-@pytest.mark.parametrize("hides", [1, 2])
-def test_a_prefetched_message_is_kept_hidden_while_it_waits(shop: Shop, hides: int) -> None:
+@pytest.mark.parametrize(("hides", "pool"), [(1, "prefork"), (2, "prefork"), (2, "threads")])
+def test_a_prefetched_message_is_kept_hidden_while_it_waits(
+    shop: Shop, hides: int, pool: str
+) -> None:
     """Case 13: the only slot is busy for 5 s, a second message waits in the worker."""
     shop.queue("hasty", hides=hides)
-    (worker,) = shop.start("w1", queue="hasty", worker_prefetch_multiplier=2)
+    (worker,) = shop.start("w1", queue="hasty", worker_prefetch_multiplier=2, pool=pool)
     first = shop.send("hold", "go", 1, queue="hasty")
     entered = shop.entered(first)
     second = shop.send("hold", "go", 2, queue="hasty")

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from tests.workers import BOTH, SMOKE_BOTH, Shop
+from tests.workers import BOTH, EVERY_POOL, SMOKE_BOTH, Shop
 
 
-def test_states_are_told_by_the_current_holder_only(shop: Shop) -> None:
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_states_are_told_by_the_current_holder_only(shop: Shop, pool: str) -> None:
     """STARTED after the claim, then the outcome; a delivery that is dropped says nothing."""
-    shop.start("w1", slots=2)
+    shop.start("w1", slots=2, pool=pool)
     good = shop.send("hold", "go", 1)
     bad = shop.send("leased_fail", 1, link_error=shop.signature("mourn"))
     shop.entered(good)
@@ -116,9 +117,10 @@ def test_the_broker_is_down_while_callbacks_are_sent(shop: Shop) -> None:
     assert shop.run(run)["state"] == "succeeded"
 
 
-def test_a_retry_of_celerys_is_a_postponement_under_the_epoch(shop: Shop) -> None:
+@pytest.mark.parametrize(("database", "pool"), [EVERY_POOL[0], *EVERY_POOL[2:]])
+def test_a_retry_of_celerys_is_a_postponement_under_the_epoch(shop: Shop, pool: str) -> None:
     """The next try has the next epoch and Celery's own count; RETRY is told in between."""
-    shop.start("w1")
+    shop.start("w1", pool=pool)
     run = shop.send("unlucky", 2, link=shop.signature("after"))
     assert shop.outcome(run) == ("SUCCESS", "after 2")
     shop.settled(run)
