@@ -22,7 +22,7 @@ from celery_lease.settings import Settings
 from celery_lease.trigger import EPOCH_HEADER, Envelope
 from tests.integration import fleet
 from tests.integration.guest import Guest, app_of, leased
-from tests.workers import BOTH, Shop, Worker, _headers, slowly
+from tests.workers import BOTH, Shop, Worker, headers_of, slowly
 
 #: Otherwise the message comes back without its epoch, and a switched-off worker does it again.
 needs_every_result = pytest.mark.skipif(
@@ -399,4 +399,4 @@ def _nothing_is_left_to_the_library(shop: Shop) -> None:
 
 def _triggers(shop: Shop) -> list[str]:
     """Messages in the queue that belong to leased runs."""
-    return [m.body for m in shop.sqs.messages("celery") if EPOCH_HEADER in _headers(m.body)]
+    return [m.body for m in shop.sqs.messages("celery") if EPOCH_HEADER in headers_of(m.body)]
