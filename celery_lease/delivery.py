@@ -89,10 +89,11 @@ class Delivery:
         known = getattr(request, REQUEST_KEY, None)
         if known is not None:
             return cls(**known)
+        headers = request.headers or {}
         return cls(
-            run_id=request.id,
+            run_id=str(headers.get(RUN_HEADER) or request.id),
             holder=new_holder(request.hostname),
-            expected=_whole((request.headers or {}).get(EPOCH_HEADER)),
+            expected=_whole(headers.get(EPOCH_HEADER)),
             received_at=time.monotonic(),
             routing_key=(request.delivery_info or {}).get("routing_key") or queue,
             headers={"id": request.id, "task": request.task or ""},
