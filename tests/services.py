@@ -2,7 +2,8 @@
 
 PostgreSQL is named by ``CELERY_LEASE_TEST_POSTGRESQL`` (an SQLAlchemy URL of a role that may
 create databases), or found on the usual local port. Without it the tests that need it are
-skipped with the reason; ``CELERY_LEASE_REQUIRE_SERVICES=1`` makes that a failure.
+skipped with the reason; ``CELERY_LEASE_REQUIRE_SERVICES=1`` makes that a failure. The same
+holds for Redis and ``CELERY_LEASE_TEST_REDIS``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
+import redis
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 
 NAMED_BY = "CELERY_LEASE_TEST_POSTGRESQL"
+REDIS_NAMED_BY = "CELERY_LEASE_TEST_REDIS"
 REQUIRED_BY = "CELERY_LEASE_REQUIRE_SERVICES"
 
 
@@ -45,6 +48,17 @@ def find_postgresql() -> str:
         else:
             return url.render_as_string(hide_password=False)
     raise ServiceMissing(f"no PostgreSQL was found; set {NAMED_BY} ({'; '.join(tried)})")
+
+
+def find_redis() -> str:
+    """The URL of a Redis server, whose keys tests prefix; raises ``ServiceMissing``."""
+    url = os.environ.get(REDIS_NAMED_BY, "redis://127.0.0.1:6379/0")
+    try:
+        with redis.Redis.from_url(url, socket_connect_timeout=5) as client:
+            client.ping()
+    except redis.RedisError as exc:
+        raise ServiceMissing(f"no Redis was found; set {REDIS_NAMED_BY} ({url}: {exc})") from exc
+    return url
 
 
 @contextlib.contextmanager

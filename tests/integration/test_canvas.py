@@ -1,83 +1,130 @@
-"""Callbacks, errbacks and chains of leased tasks: as Celery has them, with ids that stay."""
+"""Canvases of leased tasks: as Celery has them, with ids that stay.
+
+Each form is played with plain tasks and with leased ones by the same worker, and all that can
+be seen has to be equal: what bodies are given, parents, roots and groups, headers, states in
+their order, results and errors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import chain, chord, group
+from celery.canvas import StampingVisitor
 
+from tests.integration.comparison import KINDS, SHOPS, Form, Tasks, opened, play
 from tests.workers import Shop
 
 
-def _links(shop: Shop, task: str) -> dict[str, Any]:
-    run = shop.send(
-        task, 1, 2, link=[shop.signature("after", "first"), shop.signature("after", "second")]
-    )
-    shop.outcome(run)
-    shop.noted("after", times=2)
-    return _seen(shop, run)
+class Marks(StampingVisitor):
+    """A stamp of its own for each kind of signature."""
+
+    def on_signature(self, sig: Any, **headers: Any) -> dict[str, Any]:
+        return {"by": sig.kwargs["label"].rpartition("/")[2]}
+
+    def on_callback(self, callback: Any, **headers: Any) -> dict[str, Any]:
+        return {"as": "callback"}
 
 
-def _errbacks(shop: Shop, task: str) -> dict[str, Any]:
-    fails = task.replace("add", "fail")
-    run = shop.send(fails, 1, 2, link_error=[shop.signature("mourn", "first")])
-    shop.outcome(run)
-    shop.noted("mourn")
-    return _seen(shop, run)
+def _linked(t: Tasks) -> Any:
+    links = [t("b"), t("c", 7), group(t("d"), t("e")), chain(t("f"), t("g"))]
+    return t("a", 1, link=links)
 
 
-def _chain(shop: Shop, task: str) -> dict[str, Any]:
-    steps = [shop.signature(task, 1, 2), shop.signature(task, 10), shop.signature("after", "end")]
-    result = (steps[0] | steps[1] | steps[2]).apply_async()
-    shop.noted("after")
-    assert shop.outcome(result.id)[0] == "SUCCESS"
-    return _seen(shop, result.parent.parent.id) | {
-        "values": [shop.outcome(one.id)[1] for one in (result.parent.parent, result.parent, result)]
+def _link_error(t: Tasks) -> Any:
+    inline = t.shop.client.signature("shop.inline")
+    errbacks = [t("m", task="errback"), t("n", task="errback"), inline]
+    return t("a", 1, task="broken", link_error=errbacks, link=[t("never")])
+
+
+def _failing_chain(t: Tasks) -> Any:
+    steps = chain(t("a", 1), t("b", task="broken"), t("c"), t("d"))
+    return steps.on_error(t("m", task="errback")) and steps
+
+
+def _failing_chord(t: Tasks) -> Any:
+    body = t("body", link_error=[t("m", task="errback")])
+    return chord([t("a", 1), t("b", task="broken")], body)
+
+
+def _failing_step_of_a_chord(t: Tasks) -> Any:
+    body = t("body", link_error=[t("m", task="errback")])
+    return chord([chain(t("a", 1), t("b", task="broken"), t("c")), t("d")], body)
+
+
+def _options(t: Tasks) -> Any:
+    known: dict[str, Any] = {
+        "shadow": "another.name",
+        "priority": 3,
+        "headers": {"x-tenant": "7"},
+        "soft_time_limit": 50,
+        "time_limit": 60,
+        "queue": "celery",
     }
+    return chain(t("a", **known), t("b", priority=5, headers={"x-step": "b"}), t("c", shadow="s"))
 
 
-def _failing_chain(shop: Shop, task: str) -> dict[str, Any]:
-    fails = task.replace("add", "fail")
-    chain = shop.signature(fails, 1) | shop.signature("after", "never")
-    result = chain.apply_async(link_error=shop.signature("mourn", "end"))
-    assert shop.outcome(result.parent.id)[0] == "FAILURE"
-    shop.noted("mourn")
-    return _seen(shop, result.parent.id)
+def _stamped(t: Tasks) -> Any:
+    canvas = chain(t("a", link=[t("linked")]), group(t("b"), t("c")), t("d"))
+    canvas.stamp(visitor=Marks())
+    canvas.stamp(order="1234", stamped_headers=["order"])
+    return canvas
 
 
-def _seen(shop: Shop, run: str) -> dict[str, Any]:
-    """What callbacks and errbacks were given, in the order of their sending; ids left out."""
-    notes = {note["run"]: note["args"] for note in shop.notes("after") + shop.notes("mourn")}
-    sent = [one for one in shop.sent("after") + shop.sent("mourn") if one["id"] in notes]
-    told = [state for state in shop.told(run) if state != "STARTED"]
-    return {
-        "args": [[_without(run, arg) for arg in notes[one["id"]]] for one in sent],
-        "told": told,
-        "parents": [one["parent_id"] == run for one in sent],
-        "bodies": shop.bodies(run),
-    }
+FORMS: Mapping[str, Form] = {
+    "link": Form(_linked, "bcdeg"),
+    "link_error": Form(_link_error, "mn"),
+    "chain": Form(lambda t: chain(t("a", 1), t("b", 2), t("c")), "c"),
+    "failing chain": Form(_failing_chain, "m"),
+    "group": Form(lambda t: group(t("a"), t("b"), t("c")), "abc", waits=False),
+    "chord": Form(lambda t: chord([t("a"), t("b")], t("c")), "c"),
+    "failing chord": Form(_failing_chord, "abm"),
+    "failing step of a chord": Form(_failing_step_of_a_chord, "bdm"),
+    "group in chain": Form(lambda t: chain(t("a"), group(t("b"), t("c")), t("d")), "d"),
+    "group at the end": Form(lambda t: chain(t("a"), group(t("b"), t("c"))), "bc", waits=False),
+    "two groups": Form(lambda t: chain(group(t("a"), t("b")), group(t("c"), t("d")), t("e")), "e"),
+    "chain in group": Form(
+        lambda t: group(chain(t("a"), t("b")), chain(t("c"), t("d"))), "bd", waits=False
+    ),
+    "chord in chain": Form(lambda t: chain(t("a"), chord([t("b"), t("c")], t("d")), t("e")), "e"),
+    "chord of chains": Form(
+        lambda t: chord([chain(t("a"), t("b")), chain(t("c"), t("d"))], t("e")), "e"
+    ),
+    "chord in chord": Form(lambda t: chord([chord([t("a"), t("b")], t("c")), t("d")], t("e")), "e"),
+    "chord with a chain": Form(lambda t: chord([t("a"), t("b")], chain(t("c"), t("d"))), "d"),
+    "chord with a group": Form(
+        lambda t: chord([t("a"), t("b")], group(t("c"), t("d"))), "cd", waits=False
+    ),
+    "ignore_result": Form(
+        lambda t: chain(t("a", ignore_result=True), t("b", ignore_result=True)), "b", waits=False
+    ),
+    "options": Form(_options, "c"),
+    "stamps": Form(_stamped, ("linked", "d")),
+}
 
 
-def _without(run: str, value: Any) -> Any:
-    return "the run" if value == run else value
+@pytest.fixture(scope="module", params=list(SHOPS))
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Every form once in both kinds, with this result backend."""
+    folder: Path = tmp_path_factory.mktemp(f"canvas-{request.param}")
+    with opened(request.param, folder) as shop:
+        shop.start("w1", slots=3, worker_prefetch_multiplier=4)
+        return play(shop, FORMS)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [_links, _errbacks, pytest.param(_chain, marks=pytest.mark.smoke), _failing_chain],
-)
-def test_a_leased_task_calls_back_as_a_plain_one_does(
-    shop: Shop, form: Callable[[Shop, str], dict[str, Any]]
+@pytest.mark.parametrize("form", [*FORMS])
+def test_a_canvas_of_leased_tasks_does_what_one_of_plain_tasks_does(
+    played: Mapping[str, Mapping[str, Any]], form: str
 ) -> None:
-    """Order and arguments are the same; only the ids are fixed beforehand."""
-    shop.start("w1")
-    plain = form(shop, "plain_add")
-    shop.forget_notes()
-    leased = form(shop, "leased_add")
-    assert leased == plain
-    assert leased["args"]
-    shop.empty()
+    """Everything that can be seen is the same."""
+    plain, leased = (played[form][kind] for kind in KINDS)
+    ran = {note["label"] for note in plain["tasks"]}
+    assert ran >= set(FORMS[form].ends), "the plain canvas did not end"
+    for what, seen in plain.items():
+        assert leased[what] == seen, what
 
 
 def test_the_same_callbacks_are_sent_again_after_a_crash(shop: Shop) -> None:
