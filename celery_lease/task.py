@@ -315,6 +315,9 @@ class LeasedTask(Task):
             return super().on_replace(sig)
         if request.is_eager:
             name_replacement(self.lease.run_id, request.id, sig)
+            if sig.get("subtask_type") == "chain":
+                # Celery would give it to every step; the last one has it.
+                sig.options.pop("task_id", None)
             return super().on_replace(sig)
         caught.replacement = encode_replacement(self.app, self.lease.run_id, request.id, sig)
         raise Replaced("Replaced by new task")

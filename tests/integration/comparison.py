@@ -130,10 +130,13 @@ class Tasks:
     kind: str
     canvas: str
 
-    def __call__(self, label: str, *args: Any, task: str = "node", **options: Any) -> Any:
+    def __call__(
+        self, label: str, *args: Any, task: str = "node", kind: str = "", **options: Any
+    ) -> Any:
+        """A task; ``kind`` where it is to be another one's than the canvas's."""
         known = {name: options.pop(name) for name in ("other", "how", "gate") if name in options}
         return self.shop.client.signature(
-            f"shop.{self.kind}_{task}",
+            f"shop.{kind or self.kind}_{task}",
             args=args,
             kwargs={"label": self.name(label), **known},
             **options,
