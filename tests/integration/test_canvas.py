@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import TimeLimitExceeded
 from celery import chain, chord, group
 from celery.canvas import StampingVisitor
 
+from celery_lease.store import Grant
 from tests.integration.comparison import KINDS, SHOPS, Form, Tasks, opened, play
+from tests.integration.guest import Guest, app_of, leased
 from tests.workers import Shop
 
 
@@ -148,3 +152,79 @@ def test_the_same_callbacks_are_sent_again_after_a_crash(shop: Shop) -> None:
     steps = [one for one in shop.sent("after") if one["id"] == run.id]
     assert len(steps) == 2
     assert shop.bodies(first_run) == 1
+
+
+def test_all_that_follows_is_sent_again_and_runs_once(tmp_path: Path) -> None:
+    """Groups, chains and chords as callbacks; the worker died before it could settle."""
+    with opened("redis", tmp_path) as shop:
+        victim = shop.launch("w1", crash="worker: before acknowledge")
+        t = Tasks(shop, "leased", "")
+        links = [
+            group(t("b"), chain(t("c"), t("d"))),
+            chain(t("e"), group(t("f"), t("g")), t("h")),
+            chord([t("i"), t("j")], group(t("k"), t("l"))),
+            chain(group(t("m"), t("n")), chord([t("o"), t("p")], t("q")), t("r")),
+        ]
+        run = t("a", link=links).apply_async().id
+        assert victim.ended() != 0
+        shop.start("w2", slots=2)
+        for last in "bdhklr":
+            shop.labelled(t.name(last))
+        shop.empty()
+        assert shop.settled(run)["replays"] == 1
+        entered = {label: len(shop.of_label(t.name(label))) for label in "abcdefghijklmnopqr"}
+        assert entered == dict.fromkeys("abcdefghijklmnopqr", 1)
+
+
+def _broken() -> None:
+    raise ValueError("no")
+
+
+def _mourn(task_id: str) -> str:
+    return task_id
+
+
+@pytest.mark.parametrize("by_its_parent", [False, True])
+def test_the_same_errbacks_are_sent_again(tmp_path: Path, by_its_parent: bool) -> None:
+    """By a replay, whether the child or its parent process had told of the failure."""
+    app = app_of(tmp_path)
+    task = leased(app, name="broken")(_broken)
+    mourn = leased(app, name="mourn")(_mourn)
+    guest = Guest(app)
+    errback = mourn.s() | group(mourn.si("x"), mourn.si("y")) | mourn.si("z")
+    result = task.apply_async(link_error=[mourn.s(), errback])
+    request = guest.request(guest.message())
+    if by_its_parent:
+        grant = guest.store.claim(
+            result.id,
+            0,
+            request._holder,
+            task="broken",
+            terms=request._terms,
+            envelope=request._envelope(),
+        )
+        assert isinstance(grant, Grant)
+        request.on_failure(ExceptionInfo((TimeLimitExceeded, TimeLimitExceeded(1), None)))
+    else:
+        request.execute_using_pool(guest.pool)
+    first = list(iter(guest.message, None))
+    guest.side.keeper.take_delivered()  # the worker dies before it can settle
+    guest.age(120)
+    guest.reap()
+    guest.deliver()
+    again = list(iter(guest.message, None))
+    assert guest.row(result.id)["replays"] == 1
+    assert len(first) == 2
+    known, repeated = ([one.headers["id"] for one in sent] for sent in (first, again))
+    assert known == repeated
+    steps, repeated_steps = ([one.payload[2]["chain"] for one in sent] for sent in (first, again))
+    assert _ids(steps) == _ids(repeated_steps)
+    assert len(_ids(steps)) == 4
+
+
+def _ids(value: Any) -> set[str]:
+    """Every id of a task or group in nested signatures."""
+    if isinstance(value, Mapping):
+        own = {value[name] for name in ("task_id", "group_id") if value.get(name)}
+        return own.union(*map(_ids, value.values()))
+    return set().union(*map(_ids, value)) if isinstance(value, list) else set()
