@@ -192,7 +192,7 @@ def test_the_same_errbacks_are_sent_again(tmp_path: Path, by_its_parent: bool) -
     mourn = leased(app, name="mourn")(_mourn)
     guest = Guest(app)
     follows = chain(group(mourn.si("x"), mourn.si("y")), mourn.si("z"))
-    result = task.apply_async(link_error=[mourn.s(), mourn.s(link=[follows])])
+    result = task.apply_async(link_error=[mourn.s(), mourn.signature(link=[follows])])
     request = guest.request(guest.message())
     if by_its_parent:
         grant = guest.store.claim(
