@@ -26,6 +26,8 @@ from tests.workers import Shop, slowly
 MODULE = "tests.integration.apps.canvas"
 KINDS = ("plain", "leased")
 FINAL = ("SUCCESS", "FAILURE", "REVOKED")
+#: What tasks for canvases take beside their label.
+_ARGUMENTS = ("other", "how", "gate", "failures")
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -134,7 +136,7 @@ class Tasks:
         self, label: str, *args: Any, task: str = "node", kind: str = "", **options: Any
     ) -> Any:
         """A task; ``kind`` where it is to be another one's than the canvas's."""
-        known = {name: options.pop(name) for name in ("other", "how", "gate") if name in options}
+        known = {name: options.pop(name) for name in _ARGUMENTS if name in options}
         return self.shop.client.signature(
             f"shop.{kind or self.kind}_{task}",
             args=args,
@@ -175,7 +177,7 @@ def play(shop: CanvasShop, forms: Mapping[str, Form], timeout: float = 90.0) -> 
         return (
             wanted <= {note["label"] for note in shop.nodes}
             and all((shop.told(one) or [""])[-1] in FINAL for one in last)
-            and not shop.sqs.messages("celery")
+            and not any(shop.sqs.messages(queue) for queue in ("celery", "aside"))
         )
 
     # What is missing is for the tests to say, each for its own form.
@@ -211,7 +213,8 @@ def watch(shop: CanvasShop, kind: str, canvas: str, result: Any) -> dict[str, An
             return {renamed(key): renamed(one) for key, one in value.items()}
         if not isinstance(value, str):
             return value
-        return _UUID.sub(lambda found: names.get(found[0], "an id"), value.replace(start, ""))
+        value = value.replace(start, "").replace(f"shop.{kind}_", "shop.")
+        return _UUID.sub(lambda found: names.get(found[0], "an id"), value)
 
     def told(one: Any) -> Any:
         """The state and the value of a result, and of those it stands for or follows."""
@@ -227,6 +230,14 @@ def watch(shop: CanvasShop, kind: str, canvas: str, result: Any) -> dict[str, An
         "told": {label: shop.told(run) for run, label in labels.items()},
         "values": {label: renamed(_value(shop, run)) for run, label in labels.items()},
         "result": told(result),
+        "hooks": {
+            label: [
+                renamed([note["hook"], note["about"]])
+                for note in shop.notes("hook")
+                if note["label"] == start + label
+            ]
+            for label in labels.values()
+        },
         "inline": sorted(
             [renamed(note["run"]), renamed(note["error"])]
             for note in shop.notes("inline")

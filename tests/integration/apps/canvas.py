@@ -5,16 +5,17 @@ A task is known by its ``label``, whatever its id, and notes all that its messag
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from celery import signature
+from celery import Task, signature
 from celery.exceptions import Ignore, Reject
 
 from celery_lease import LeasedTask
 from tests.integration.apps.shop import app, note, wait_for
-
-LIBRARYS_OWN = "lease_"
 
 
 def both(name: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -114,3 +115,132 @@ def ends(self: Any, *args: Any, label: str, how: str) -> Any:
 def inline(request: Any, error: BaseException, traceback: Any) -> None:
     """An errback of the newer kind: called where the task has failed, not sent."""
     note("inline", run=request.id, error=f"{type(error).__name__}: {error}")
+
+
+# -- retries ----------------------------------------------------------------------------------
+
+
+class Hooks:
+    """Celery's hooks, each of which notes that it was called."""
+
+    def _note(self, hook: str, kwargs: Any, what: Any = None) -> None:
+        note("hook", label=kwargs["label"], hook=hook, about=repr(what))
+
+    def before_start(self, task_id: str, args: Any, kwargs: Any) -> None:
+        self._note("before_start", kwargs)
+
+    def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+        self._note("on_success", kwargs)
+
+    def on_retry(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        self._note("on_retry", kwargs, exc)
+
+    def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        self._note("on_failure", kwargs, exc)
+
+    def after_return(self, status: str, *args: Any) -> None:
+        self._note(f"after_return {status}", args[3])
+
+
+class HookedTask(Hooks, Task):
+    abstract = True
+
+
+class HookedLeasedTask(Hooks, LeasedTask):
+    abstract = True
+
+
+def hooked(name: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """As ``both``, with hooks."""
+
+    def register(body: Callable[..., Any]) -> Any:
+        for kind, base in (("plain", HookedTask), ("leased", HookedLeasedTask)):
+            app.task(base=base, bind=True, name=f"shop.{kind}_{name}", **options)(body)
+
+    return register
+
+
+@hooked("tries", max_retries=2)
+def tries(self: Any, *args: Any, label: str, failures: int, how: str, **more: Any) -> Any:
+    """Ask for so many other tries, in one of the ways that Celery has."""
+    seen(self, label, [*args, more])
+    if self.request.retries >= failures:
+        return [label, *args]
+    match how:
+        case "raise":
+            raise LookupError(label)
+        case "exc":
+            raise self.retry(exc=ValueError("not yet"), countdown=0)
+        case "args":
+            kwargs = {**self.request.kwargs, "again": self.request.retries}
+            raise self.retry(args=(*args, "more"), kwargs=kwargs, countdown=0)
+        case "queue":
+            raise self.retry(queue="aside", countdown=0, priority=7)
+        case "eta":
+            raise self.retry(eta=datetime.now(UTC) + timedelta(seconds=1))
+        case "often":
+            raise self.retry(countdown=0, max_retries=4)
+        case "quietly":
+            self.retry(countdown=0, throw=False)
+            return "this is not the end"
+    try:
+        raise LookupError(label)
+    except LookupError as error:
+        raise self.retry(countdown=0) from error
+
+
+@hooked(
+    "automatic",
+    autoretry_for=(LookupError,),
+    dont_autoretry_for=(KeyError,),
+    retry_kwargs={"max_retries": 2, "countdown": 0},
+)
+def automatic(self: Any, *args: Any, label: str, failures: int, how: str = "") -> Any:
+    """Fail so many times, and be tried again by Celery."""
+    seen(self, label, args)
+    if self.request.retries >= failures:
+        return [label, *args]
+    raise KeyError(label) if how else LookupError(label)
+
+
+@hooked(
+    "slower",
+    autoretry_for=(LookupError,),
+    retry_backoff=1,
+    retry_jitter=False,
+    max_retries=2,
+)
+def slower(self: Any, *args: Any, label: str, failures: int) -> Any:
+    """Fail so many times, and be tried again after one second, then after two."""
+    seen(self, label, args)
+    if self.request.retries >= failures:
+        return [label, *args]
+    raise LookupError(label)
+
+
+@both("expected", throws=(KeyError,))
+def expected(self: Any, *args: Any, label: str) -> Any:
+    """Fail in a way that is no surprise."""
+    seen(self, label, args)
+    raise KeyError(label)
+
+
+@app.task(base=LeasedTask, bind=True, name="shop.climbs", max_retries=9)
+def climbs(self: Any, steps: int, dies_at: int) -> Any:
+    """A checkpoint, then another try; at one step the process dies twice before it."""
+    step = self.lease.restore(0)
+    lease = self.lease
+    note(
+        "climb",
+        run=self.request.id,
+        step=step,
+        epoch=lease.epoch,
+        attempt=lease.attempt,
+        retries=self.request.retries,
+    )
+    if step == dies_at and lease.attempt <= 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == steps:
+        return step
+    self.lease.checkpoint(step + 1)
+    raise self.retry(countdown=0)
