@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import celery
 import redis
 from celery import Celery
 from celery.result import GroupResult
@@ -69,7 +70,7 @@ class RedisShop(CanvasShop):
         self._redis = redis.Redis.from_url(self.results_url, decode_responses=True)
         self._states: list[tuple[str, str]] = []
         self._heard = self._redis.pubsub()
-        self._heard.psubscribe(**{f"{self.prefix}*": self._hear})
+        self._heard.psubscribe(**{f"{self.prefix}*celery-task-meta-*": self._hear})
         wait_until(lambda: self._heard.get_message(timeout=1), what="the subscription")
         self._listener = self._heard.run_in_thread(sleep_time=0.05, daemon=True)
 
@@ -156,10 +157,23 @@ class Form:
     ends: Sequence[str]
     #: Whether its last task has a result to wait for.
     waits: bool = True
+    #: The first Celery whose plain tasks do it right.
+    since: tuple[int, int] = (5, 4)
+
+    @property
+    def known(self) -> bool:
+        """Whether this Celery does it."""
+        return tuple(celery.VERSION[:2]) >= self.since
+
+
+def known(forms: Mapping[str, Form]) -> dict[str, Form]:
+    """Those of the forms that this Celery does."""
+    return {name: form for name, form in forms.items() if form.known}
 
 
 def play(shop: CanvasShop, forms: Mapping[str, Form], timeout: float = 90.0) -> dict[str, Any]:
     """Send every form in both kinds, wait for their ends; what was seen, by form and kind."""
+    forms = known(forms)
     results = {
         (name, kind): form.make(Tasks(shop, kind, name)).apply_async()
         for name, form in forms.items()
@@ -247,5 +261,6 @@ def watch(shop: CanvasShop, kind: str, canvas: str, result: Any) -> dict[str, An
 
 
 def _value(shop: CanvasShop, run: str) -> Any:
-    value = shop.client.backend.get_task_meta(run, cache=False)["result"]
+    meta = shop.client.backend.get_task_meta(run, cache=False)
+    value = meta["result"] if meta["status"] in FINAL else None  # else of its process
     return f"{type(value).__name__}: {value}" if isinstance(value, BaseException) else value

@@ -16,9 +16,11 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import TimeLimitExceeded
 from celery import chain, chord, group
 from celery.canvas import StampingVisitor
+from kombu.exceptions import OperationalError
 
+from celery_lease import LeasePolicy
 from celery_lease.store import Grant
-from tests.integration.comparison import KINDS, SHOPS, Form, Tasks, opened, play
+from tests.integration.comparison import KINDS, SHOPS, Form, Tasks, known, opened, play
 from tests.integration.guest import Guest, app_of, leased
 from tests.workers import Shop
 
@@ -103,7 +105,13 @@ FORMS: Mapping[str, Form] = {
         lambda t: chord([t("a"), t("b")], group(t("c"), t("d"))), "cd", waits=False
     ),
     "ignore_result": Form(
-        lambda t: chain(t("a", ignore_result=True), t("b", ignore_result=True)), "b", waits=False
+        lambda t: chain(t("a", ignore_result=True), t("b", ignore_result=True)),
+        "b",
+        waits=False,
+        since=(5, 7),
+    ),
+    "ignored": Form(
+        lambda t: t("a", task="ends", how="ignore", link=[t("never")]), "a", waits=False
     ),
     "options": Form(_options, "c"),
     "stamps": Form(_stamped, ("linked", "d")),
@@ -119,7 +127,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return play(shop, FORMS)
 
 
-@pytest.mark.parametrize("form", [*FORMS])
+@pytest.mark.parametrize("form", known(FORMS))
 def test_a_canvas_of_leased_tasks_does_what_one_of_plain_tasks_does(
     played: Mapping[str, Mapping[str, Any]], form: str
 ) -> None:
@@ -184,6 +192,15 @@ def _mourn(task_id: str) -> str:
     return task_id
 
 
+#: What ``_add`` was called with.
+_added: list[tuple[int, ...]] = []
+
+
+def _add(*numbers: int) -> int:
+    _added.append(tuple(sorted(numbers)))
+    return sum(numbers)
+
+
 @pytest.mark.parametrize("by_its_parent", [False, True])
 def test_the_same_errbacks_are_sent_again(tmp_path: Path, by_its_parent: bool) -> None:
     """By a replay, whether the child or its parent process had told of the failure."""
@@ -231,3 +248,103 @@ def _ids(value: Any) -> set[str]:
         own = {value[name] for name in ("task_id", "group_id") if value.get(name)}
         return own.union(*map(_ids, value.values()))
     return set().union(*map(_ids, value)) if isinstance(value, list) else set()
+
+
+def test_the_broker_goes_away_between_two_callbacks(tmp_path: Path) -> None:
+    """The first was sent and the second was not: the replay sends both under the same ids."""
+    _added.clear()
+    app = app_of(tmp_path)
+    add = leased(app, name="add")(_add)
+    guest = Guest(app)
+    steps = add.s(1, 2) | add.s(3)
+    result = steps.apply_async(link=[add.s(10), group(add.s(20), add.s(30))])
+    guest.deliver()
+    message = guest.message()
+    send = app.amqp.send_task_message
+    sent = []
+
+    def takes_two(*args: Any, **kwargs: Any) -> Any:
+        if len(sent) == 2:
+            raise OperationalError("the broker is away")
+        sent.append(send(*args, **kwargs))
+        return sent[-1]
+
+    app.amqp.__dict__["send_task_message"] = takes_two
+    app.conf.task_publish_retry_policy = {"max_retries": 0}
+    guest.deliver(message)
+    app.amqp.__dict__["send_task_message"] = send
+    assert len(sent) == 2
+    assert guest.row(result.id)["settled_at"] is None
+    guest.age(60)
+    guest.reap()
+    messages = list(iter(guest.message, None))
+    for one in messages:
+        guest.deliver(one)
+    for one in iter(guest.message, None):
+        guest.deliver(one)
+    assert guest.row(result.id)["replays"] == 1
+    assert result.get(timeout=5) == 6
+    assert sorted(_added) == [(1, 2), (3, 3), (6, 10), (6, 20), (6, 30)]
+
+
+# -- what the next message brings ---------------------------------------------------------------
+
+
+def _hand_off(self: Any) -> Any:
+    return self.lease.stage("one", str)
+
+
+def _retry(self: Any) -> Any:
+    raise self.retry(countdown=0)
+
+
+def _die(self: Any) -> Any:
+    raise AssertionError("nobody runs this")
+
+
+@pytest.mark.parametrize("body", [_hand_off, _retry, _die])
+def test_the_next_message_brings_all_that_the_first_one_did(tmp_path: Path, body: Any) -> None:
+    """After a hand-off, a retry and a reclaim: headers, stamps, priority, what follows."""
+    app = app_of(tmp_path)
+    policy = LeasePolicy(stage_handoff="always")
+    task = leased(app, name="t", bind=True, lease_policy=policy)(body)
+    guest = Guest(app)
+    first = task.signature(
+        shadow="another.name",
+        priority=4,
+        headers={"x-tenant": "7"},
+        ignore_result=True,
+        soft_time_limit=50,
+        time_limit=60,
+        link=[task.signature(task_id="linked")],
+        link_error=[task.signature(task_id="on-error")],
+    )
+    first.stamp(order="1234", stamped_headers=["order"])
+    canvas = chord([chain(first, task.si()), task.si()], task.si())
+    run = canvas.apply_async().parent.results[0].parent.id
+    message = next(one for one in iter(guest.message, None) if one.headers["id"] == run)
+    if body is _die:
+        request = guest.request(message)
+        guest.store.claim(
+            run, 0, "dead", task="t", terms=request._terms, envelope=request._envelope()
+        )
+        for _ in range(2):
+            guest.age(500)
+            guest.reap()
+    else:
+        guest.deliver(message)
+    following = next(one for one in iter(guest.message, None) if one.headers["id"] == run)
+    assert following.headers["lease_epoch"] == 1
+    assert _brought(following) == _brought(message)
+    assert following.headers["stamps"] == {"order": "1234"}
+    assert following.headers["x-tenant"] == "7"
+    assert following.properties["priority"] == 4
+
+
+def _brought(message: Any) -> Any:
+    """What a message brings, beside what is of one sending."""
+    own = {"lease_epoch", "retries", "eta", "expires", "origin", "parent_id"}
+    headers = {name: value for name, value in message.headers.items() if name not in own}
+    kept = ("correlation_id", "reply_to", "priority")
+    properties = {name: message.properties.get(name) for name in kept}
+    return headers, properties, message.payload, message.content_type

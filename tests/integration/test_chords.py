@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery, chain, chord
+from celery.backends.database.models import ResultModelBase
 from celery.result import AsyncResult
 from celery.worker import state as worker_state
+from sqlalchemy import create_engine
 
 from celery_lease import LeasedTask, LeasePolicy
 from celery_lease.runs import Runs
@@ -26,7 +28,11 @@ BACKENDS = ("database", "redis")
 @pytest.fixture(params=BACKENDS)
 def guest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Guest]:
     """A worker in this process, all of whose tasks are leased, Celery's own included."""
-    settings: dict[str, Any] = {"backend": f"db+sqlite:///{tmp_path / 'results.sqlite3'}"}
+    results = f"sqlite:///{tmp_path / 'results.sqlite3'}"
+    settings: dict[str, Any] = {"backend": f"db+{results}"}
+    engine = create_engine(results)
+    ResultModelBase.metadata.create_all(engine)
+    engine.dispose()
     if request.param == "redis":
         try:
             url = services.find_redis()

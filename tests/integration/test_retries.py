@@ -11,7 +11,7 @@ import pytest
 from celery import chain, chord
 from celery.exceptions import MaxRetriesExceededError
 
-from tests.integration.comparison import KINDS, CanvasShop, Form, Tasks, opened, play
+from tests.integration.comparison import KINDS, CanvasShop, Form, Tasks, known, opened, play
 from tests.integration.guest import Guest, app_of, leased, replaced
 
 
@@ -47,7 +47,9 @@ FORMS: Mapping[str, Form] = {
     "another queue": Form(lambda t: _tries(t, "queue", 1, **_around(t)), ("a", "linked")),
     "eta": Form(lambda t: _tries(t, "eta", 1, **_around(t)), ("a", "linked")),
     "options": Form(_with_options, "a"),
-    "ignored result": Form(lambda t: _tries(t, "", 1, ignore_result=True), "a", waits=False),
+    "ignored result": Form(
+        lambda t: _tries(t, "", 1, ignore_result=True), "a", waits=False, since=(5, 7)
+    ),
     "automatic": Form(
         lambda t: t("a", task="automatic", failures=2, **_around(t)), ("a", "linked")
     ),
@@ -80,7 +82,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return seen | {"nodes": shop.nodes, "log": worker.log}
 
 
-@pytest.mark.parametrize("form", [*FORMS])
+@pytest.mark.parametrize("form", known(FORMS))
 def test_a_leased_task_is_retried_as_a_plain_one_is(played: Mapping[str, Any], form: str) -> None:
     """States, arguments, counts, hooks, callbacks and errors are the same."""
     plain, leased_ = (played[form][kind] for kind in KINDS)
@@ -209,7 +211,6 @@ def test_a_retry_whose_arguments_cannot_be_stored_fails_the_run(tmp_path: Path) 
     result = task.delay(1)
     guest.deliver()
     assert guest.row(result.id)["state"] == "failed"
-    assert result.state == "FAILURE"
     assert guest.message() is None
 
 
