@@ -335,15 +335,17 @@ def test_the_next_message_brings_all_that_the_first_one_did(tmp_path: Path, body
         guest.deliver(message)
     following = next(one for one in iter(guest.message, None) if one.headers["id"] == run)
     assert following.headers["lease_epoch"] == 1
-    assert _brought(following) == _brought(message)
+    # A retry is its task's own child for Celery, which forgot ``ignore_result`` for a while.
+    own = {"parent_id", "ignore_result"} if body is _retry else set()
+    assert _brought(following, own) == _brought(message, own)
     assert following.headers["stamps"] == {"order": "1234"}
     assert following.headers["x-tenant"] == "7"
     assert following.properties["priority"] == 4
 
 
-def _brought(message: Any) -> Any:
+def _brought(message: Any, own: set[str]) -> Any:
     """What a message brings, beside what is of one sending."""
-    own = {"lease_epoch", "retries", "eta", "expires", "origin", "parent_id"}
+    own = own | {"lease_epoch", "retries", "eta", "expires", "origin"}
     headers = {name: value for name, value in message.headers.items() if name not in own}
     kept = ("correlation_id", "reply_to", "priority")
     properties = {name: message.properties.get(name) for name in kept}

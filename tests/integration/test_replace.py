@@ -53,7 +53,10 @@ FORMS: Mapping[str, Form] = {
     },
     **{f"in a chain by a {name}": Form(_in_chain(place), "z") for name, place in PLACES.items()},
     **{
-        f"in a chord by a {name}": Form(_in_chord(place), ["body"])
+        # Before, the results of such a group came in any order.
+        f"in a chord by a {name}": Form(
+            _in_chord(place), ["body"], since=(5, 7 if name in {"group", "chord"} else 4)
+        )
         for name, place in PLACES.items()
     },
     "twice": Form(_twice, ("linked",)),
