@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from celery import states
-from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject
 
 __all__ = ["Defer", "LeasedBackend", "Told", "Voice", "speaking", "until_claimed", "voice_of"]
@@ -179,8 +178,8 @@ class LeasedBackend:
 
     def add_to_chord(self, group_id: str, result: Any) -> None:
         """Count one more member of a chord; the same one, added by a redone body, only once."""
-        if not isinstance(self._backend, RedisBackend):  # no other knows how to
-            self._backend.add_to_chord(group_id, result)
+        if "RedisBackend" not in (kind.__name__ for kind in type(self._backend).__mro__):
+            self._backend.add_to_chord(group_id, result)  # no other knows how to
             return
         keys = [self._backend.get_key_for_group(group_id, end) for end in (".lease", ".t")]
         kept = int(self._backend.expires or _ADDED_KEPT)

@@ -122,6 +122,7 @@ def _next_id() -> str:
     return str(_random_id()) if steady is None else next(steady)
 
 
+# There is no other way to these ids; outside a sending they are what they were.
 canvas.uuid = _next_id
 
 

@@ -127,6 +127,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return play(shop, FORMS)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", known(FORMS))
 def test_a_canvas_of_leased_tasks_does_what_one_of_plain_tasks_does(
     played: Mapping[str, Mapping[str, Any]], form: str

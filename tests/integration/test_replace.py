@@ -73,6 +73,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return play(shop, FORMS)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", known(FORMS))
 def test_a_leased_task_is_replaced_as_a_plain_one_is(
     played: Mapping[str, Mapping[str, Any]], form: str

@@ -82,6 +82,7 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return seen | {"nodes": shop.nodes, "log": worker.log}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("form", known(FORMS))
 def test_a_leased_task_is_retried_as_a_plain_one_is(played: Mapping[str, Any], form: str) -> None:
     """States, arguments, counts, hooks, callbacks and errors are the same."""
