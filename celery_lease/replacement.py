@@ -9,14 +9,17 @@ settles, be it the holder or a replay, sends the same tasks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from celery import signature
+from celery import current_task, signature
 from celery.exceptions import Ignore
+from celery.signals import before_task_publish
 
 from celery_lease.codec import Codec
 from celery_lease.results import Defer, Told
-from celery_lease.successors import fix_ids, name_replacement, steady_ids
+from celery_lease.successors import fix_ids, name_replacement, replacement_of, steady_ids
+from celery_lease.trigger import RUN_HEADER
 
 __all__ = ["Replaced", "encode_replacement", "send_replacement"]
 
@@ -47,3 +50,24 @@ def send_replacement(app: Any, run_id: str, blob: bytes) -> NoReturn:
         logger.warning("the replacement of run=%s is not sent yet: %s", run_id, exc)
         raise Defer(0.0, "replacement") from exc
     raise Told("Replaced by new task")
+
+
+@before_task_publish.connect
+def _name_the_next(headers: Any = None, body: Any = None, **_: Any) -> None:
+    """A plain task that took a run's place may be replaced by a leased one in turn.
+
+    That one has the same task id again, and would be taken for the run that is over. It is
+    the task that is sent here, or a later one that the message brings.
+    """
+    request = current_task.request if current_task else None
+    run_id = (getattr(request, "headers", None) or {}).get(RUN_HEADER)
+    if request is None or run_id is None or headers is None or RUN_HEADER in headers:
+        return
+    if headers.get("id") == request.id:
+        headers[RUN_HEADER] = replacement_of(run_id)
+    if isinstance(body, tuple):
+        args, _, embed = body
+        # Celery's watcher of a chord is given the body as an argument.
+        for later in (*args, *(embed.get("chain") or ()), embed.get("chord")):
+            if isinstance(later, Mapping) and "task" in later:
+                name_replacement(run_id, request.id, later)

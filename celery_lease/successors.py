@@ -26,7 +26,14 @@ from celery import canvas
 
 from celery_lease.trigger import RUN_HEADER
 
-__all__ = ["fix_ids", "fix_successors", "name_member", "name_replacement", "steady_ids"]
+__all__ = [
+    "fix_ids",
+    "fix_successors",
+    "name_member",
+    "name_replacement",
+    "replacement_of",
+    "steady_ids",
+]
 
 
 def fix_successors(run_id: str, request: Any) -> None:
@@ -86,9 +93,14 @@ def name_replacement(run_id: str, task_id: str, signature: Any) -> None:
             parts = ()
             if options.get("task_id") == task_id:
                 headers = options.get("headers") or {}
-                options["headers"] = {**headers, RUN_HEADER: _id(run_id, "replacement")}
+                options["headers"] = {**headers, RUN_HEADER: replacement_of(run_id)}
     for part in parts:
         name_replacement(run_id, task_id, part)
+
+
+def replacement_of(run_id: str) -> str:
+    """The run that goes on under the task id of ``run_id``."""
+    return _id(run_id, "replacement")
 
 
 def name_member(run_id: str, signature: Any, added: Counter[str]) -> None:

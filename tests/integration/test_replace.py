@@ -40,6 +40,16 @@ def _twice(t: Tasks) -> Any:
     return t("a", task="swap", other=t("b", task="swap", other=t("c")), link=[t("linked")])
 
 
+def _between(place: Callable[[Tasks], Any]) -> Callable[[Tasks], Any]:
+    """A leased task, a plain one in its place, and leased ones in the place of that."""
+
+    def make(t: Tasks) -> Any:
+        plain = t("p", task="swap", kind="plain", other=place(t))
+        return t("a", task="swap", other=plain, link=[t("linked")])
+
+    return make
+
+
 def _by_a_failure(t: Tasks) -> Any:
     other = chain(t("b"), t("c", task="broken"))
     return chord([t("a", task="swap", other=other), t("w")], t("body", link_error=[t("m")]))
@@ -60,6 +70,12 @@ FORMS: Mapping[str, Form] = {
         for name, place in PLACES.items()
     },
     "twice": Form(_twice, ("linked",)),
+    **{
+        f"by a plain task and then a {name}": Form(
+            _between(place), ("linked",), since=(5, 7 if "chain" in name else 4)
+        )
+        for name, place in PLACES.items()
+    },
     "by a failure": Form(_by_a_failure, "m"),
 }
 
