@@ -23,7 +23,7 @@ from celery_lease.errors import (
     StoreUnavailable,
 )
 from celery_lease.lease import Lease, bound
-from celery_lease.outcomes import encode_failure, encode_success
+from celery_lease.outcomes import REPLACED, encode_failure, encode_success
 from celery_lease.results import Defer
 
 if TYPE_CHECKING:
@@ -158,6 +158,19 @@ class Execution:
         self._end(
             lambda: self._store.complete(self._grant, None, deliver=False, settle_in=0.0),
             "ignored",
+        )
+
+    def replace(self, replacement: bytes) -> None:
+        """Commit what goes on in the run's place; raises ``LeaseLost``."""
+        self._end(
+            lambda: self._store.complete(
+                self._grant,
+                replacement,
+                deliver=True,
+                settle_in=self._terms.settle_timeout,
+                reason=REPLACED,
+            ),
+            REPLACED,
         )
 
     def hand_back(self, reason: str) -> None:

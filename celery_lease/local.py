@@ -21,7 +21,7 @@ from celery_lease.board import Board
 from celery_lease.heartbeat import Heartbeat
 from celery_lease.keeper import Keeper, Kept
 from celery_lease.loop import Loop
-from celery_lease.trigger import replacement_name
+from celery_lease.successors import replacement_name
 
 if TYPE_CHECKING:
     from celery_lease.codec import Codec

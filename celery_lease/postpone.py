@@ -8,9 +8,10 @@ envelope under the epoch, and its trigger is sent after the commit.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.moments import seconds_until
@@ -32,6 +33,10 @@ class Catcher:
     delay: float = 0.0
     #: Set while ``retry`` runs: only its own message is caught.
     listening: bool = False
+    #: What ``replace`` put in the run's place.
+    replacement: bytes | None = None
+    #: What was added to the run's chord, and how often.
+    added: Counter[str] = field(default_factory=Counter)
 
     @property
     def connection(self) -> Catcher:

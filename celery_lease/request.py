@@ -29,6 +29,7 @@ from celery_lease.outcomes import encode_failure
 from celery_lease.results import Defer, Left, Told, Voice, speaking
 from celery_lease.states import DEAD_LETTER_DELAY, LIVE, LeaseStatus
 from celery_lease.store import Ended, Grant
+from celery_lease.successors import fix_successors, steady_ids
 from celery_lease.trigger import EPOCH_HEADER
 from celery_lease.turns import Turn
 
@@ -407,8 +408,13 @@ class LeasedRequest(Request):
         """Report a committed outcome; what cannot be told now is replayed."""
         assert self._side is not None
         self._settles = False
+        run_id = self._delivery.run_id
+        fix_successors(run_id, self._context)
         try:
-            with speaking(Voice(claimed=True, outcome=outcome, task_id=self.id)):
+            with (
+                speaking(Voice(claimed=True, outcome=outcome, task_id=self.id)),
+                steady_ids(run_id),
+            ):
                 report()
         except Exception:
             logger.exception("the outcome of run=%s is told later", self._delivery.run_id)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
 from celery import Task, states
-from celery.app.trace import FAILURE, REJECTED, TraceInfo, trace_ok_t
+from celery.app.trace import FAILURE, IGNORED, REJECTED, TraceInfo, trace_ok_t
 from celery.backends.base import DisabledBackend
 from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.result import EagerResult
@@ -39,9 +39,10 @@ from celery_lease.local import (
     replacing,
     run_replaced,
 )
-from celery_lease.outcomes import recorded
+from celery_lease.outcomes import REPLACED, recorded
 from celery_lease.policy import LeasePolicy
-from celery_lease.postpone import captured_retry, caught_by, postpone
+from celery_lease.postpone import Catcher, captured_retry, caught_by, postpone
+from celery_lease.replacement import Replaced, encode_replacement, send_replacement
 from celery_lease.results import (
     Defer,
     LeasedBackend,
@@ -54,7 +55,8 @@ from celery_lease.results import (
 )
 from celery_lease.states import RunState, is_dead_letter
 from celery_lease.store import Replay
-from celery_lease.trigger import EPOCH_HEADER, Envelope, fix_callback_ids, name_replacement
+from celery_lease.successors import fix_successors, name_member, steady_ids
+from celery_lease.trigger import EPOCH_HEADER, Envelope
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -211,17 +213,24 @@ class LeasedTask(Task):
             return body()
 
         try:
-            with captured_retry() as retry:
+            with captured_retry() as caught:
                 value = execution.run(prepared_body)
-            if retry.envelope is not None:
+            if caught.replacement is not None:
+                raise Replaced
+            if caught.envelope is not None:
                 raise Retry("retry(throw=False)")
             self._committed(execution, lambda: execution.complete(value, deliver=deliver))
         except Defer:
             raise
         except Retry as again:
-            self._committed(execution, partial(postpone, execution, retry, again))
+            self._committed(execution, partial(postpone, execution, caught, again))
             voice.outcome = states.RETRY
             raise
+        except Replaced:
+            assert caught.replacement is not None
+            self._committed(execution, partial(execution.replace, caught.replacement))
+            voice.outcome = IGNORED
+            send_replacement(self.app, execution.run_id, caught.replacement)
         except Ignore:
             if not execution.ended:
                 self._committed(execution, execution.finish_ignored)
@@ -275,10 +284,11 @@ class LeasedTask(Task):
         """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
         request = self.request
         voice.outcome = outcome
+        fix_successors(run_id, request)
         if request.is_eager:
             current_eager_run().outcome = outcome
-        fix_callback_ids(run_id, request.callbacks, "link")
-        fix_callback_ids(run_id, request.errbacks, "link_error")
+        else:
+            voice.until_sent.enter_context(steady_ids(run_id))
         if outcome == states.SUCCESS:
             request.errbacks = []
         else:
@@ -291,10 +301,13 @@ class LeasedTask(Task):
             _, _, embed = Envelope.load(replay.envelope).unpack()
             for name in ("callbacks", "errbacks", "chain", "chord"):
                 setattr(request, name, embed.get(name))
-        outcome = recorded(leasing.results, self.app.backend, replay)
         voice = voice_of(request.id)
         if not request.is_eager:
             voice.until_told.enter_context(no_soft_limit())
+        if replay.reason == REPLACED and replay.outcome is not None:
+            voice.outcome = IGNORED
+            send_replacement(self.app, delivery.run_id, replay.outcome)
+        outcome = recorded(leasing.results, self.app.backend, replay)
         self._after_commit(delivery.run_id, voice, _CELERY_STATES[outcome.state])
         voice.leaves = is_dead_letter(replay.dead_letter, replay.epoch, delivery.expected)
         if outcome.state is RunState.SUCCEEDED:
@@ -374,13 +387,28 @@ class LeasedTask(Task):
 
     def on_replace(self, sig: Any) -> Any:
         """Celery's ``replace``: this run ends, and its replacement is a run of its own."""
-        if caught_by() is not None:
+        request = self.request
+        caught = self._caught()
+        if caught is None:
+            return super().on_replace(sig)
+        if request.is_eager:
             self.lease.check()
-            if self.request.is_eager:
-                with replacing(self.request.id, self.lease.run_id):
-                    return super().on_replace(sig)
-            name_replacement(self.lease.run_id, self.request.id, sig)
-        return super().on_replace(sig)
+            with replacing(request.id, self.lease.run_id):
+                return super().on_replace(sig)
+        caught.replacement = encode_replacement(self.app, self.lease.run_id, request.id, sig)
+        raise Replaced("Replaced by new task")
+
+    def add_to_chord(self, sig: Any, lazy: bool = False) -> Any:
+        """Celery's ``add_to_chord``; what a redone body adds again counts once."""
+        caught = self._caught()
+        if caught is not None:
+            self.lease.check()
+            name_member(self.lease.run_id, sig, caught.added)
+        return super().add_to_chord(sig, lazy)
+
+    def _caught(self) -> Catcher | None:
+        """The catcher, if the request is that of a leased execution, not of a call inside."""
+        return caught_by() if vars(self.request).get(_ENTERED) else None
 
     # -- Celery's hooks -----------------------------------------------------------------
 
