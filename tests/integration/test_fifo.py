@@ -116,7 +116,7 @@ def test_a_worker_that_was_paused_does_not_begin_what_waited_in_it(shop: Shop) -
     shop.entered(first)
     paused.logged("] received", times=2)
     shop.start("w2", worker_prefetch_multiplier=2, **options)
-    paused.stop()
+    shop.pause(paused)
     slowly(lambda: shop.run(first)["lease_left"] < 0, what="the end of the lease")
     shop.sqs.clock.advance(100)
     again = shop.entered(first, times=2)

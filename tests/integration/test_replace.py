@@ -156,7 +156,7 @@ def test_a_stale_holder_sends_no_replacement(shop: CanvasShop) -> None:
     shop.start("w1", "w2")
     tasks, run = _replaced(shop, gate="go")
     first = shop.of(shop.labelled(tasks.name("a")) | {"node": shop.run(run)["node"]})
-    first.stop()
+    shop.pause(first)
     shop.labelled(tasks.name("a"), times=2)
     shop.open("go")
     _ran_once(shop, tasks, run)
