@@ -80,6 +80,7 @@ class LeasedRequest(Request):
             receives=held.receives if held else None,
             received_at=time.monotonic(),
             can_defer=held is not None,
+            can_leave=worker.can_leave(held),
             attended=True,
             interruptible=worker.forks,
             in_group=held is not None and held.group is not None,
@@ -183,7 +184,7 @@ class LeasedRequest(Request):
         if isinstance(exc, Defer):
             return self._defer(exc.delay)
         if isinstance(exc, Left):
-            self._fate = Kind.LEAVE
+            self._fate = self._fate_here(Kind.LEAVE)
             return super().on_failure(exc.failure, send_failed_event, return_ok)
         if isinstance(exc, Ignore | Reject | Retry):
             self._settles = isinstance(exc, Told)
@@ -237,6 +238,20 @@ class LeasedRequest(Request):
                 self._side.delivered(self._delivery.run_id, self._holder)
         super().reject(requeue)
         self._end_turn(gone=not requeue)
+
+    def _fate_here(self, fate: Kind) -> Kind:
+        """A message that would come back for ever is deleted instead of left."""
+        assert self._side is not None
+        if fate is not Kind.LEAVE or self._held is None or self._delivery.can_leave:
+            return fate
+        self._side.complaints.say(
+            f"leave {self._held.queue}",
+            logging.WARNING,
+            "a failed message of %s should be left, but %s has no redrive policy: it is deleted",
+            self._task.name,
+            self._held.queue,
+        )
+        return Kind.DELETE
 
     def _leave(self) -> None:
         """The failure was told; the message is received again until its queue moves it away."""
@@ -352,7 +367,7 @@ class LeasedRequest(Request):
         self._announce_lost(ended, accepted, "hard time limit")
         if not accepted:
             return self._let_go()
-        self._fate = fate.kind
+        self._fate = self._fate_here(fate.kind)
         report = super().on_failure
         self._tell(states.FAILURE, lambda: report(exc_info, return_ok=False))
         return self._call_hooks(exc_info, exc)
