@@ -35,10 +35,12 @@ _COLOURS = {
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 
 
-def _console() -> Console:
+def _console(*, at_least: int = 0) -> Console:
     """A terminal's own width; a pipe gets lines that are not folded."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
+    if not console.is_terminal or console.width < at_least:
+        return Console(highlight=False, width=160)
+    return console
 
 
 def _command(function: F) -> F:
@@ -93,7 +95,8 @@ def list_runs(
         table.add_column(heading, no_wrap=heading != "TASK", overflow="fold")
     for info in found:
         table.add_row(*_cells(info))
-    _console().print(table if found else "No runs.")
+    # A narrow terminal wraps the lines: fitted into 80 columns they would lose the task.
+    _console(at_least=160).print(table if found else "No runs.")
 
 
 @lease.command("show")
@@ -122,10 +125,12 @@ def revoke(runs: Runs, run_ids: tuple[str, ...], reason: str, as_json: bool) -> 
     done = []
     for run_id in run_ids:
         revoked = runs.revoke(run_id, reason)
-        state = str(runs.get(run_id).state)
-        done.append({"run_id": run_id, "revoked": revoked, "state": state})
+        run = runs.get(run_id)
+        done.append({"run_id": run_id, "revoked": revoked, "state": str(run.state)})
         if not as_json:
-            click.echo(f"{run_id}: {'revoked' if revoked else f'was over already, {state}'}")
+            # No task: also what a mistyped id looks like.
+            seen = "revoked" if run.task else "revoked, no message of it was seen yet"
+            click.echo(f"{run_id}: {seen if revoked else f'was over already, {run.state}'}")
     if as_json:
         click.echo(json.dumps(done))
 
@@ -197,6 +202,8 @@ def _summary(info: RunInfo) -> Table:
         ("progress", " ".join(filter(None, [_percent(info.progress), info.note]))),
         ("lease left", _left(info)),
     ]
+    if info.state == RunState.READY and info.trigger_in is not None:
+        rows.append(("due", f"in {info.trigger_in:.0f} s" if info.trigger_in > 0 else "now"))
     for row in rows:
         table.add_row(*row)
     return table

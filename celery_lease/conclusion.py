@@ -6,6 +6,7 @@ epoch before Celery sees it. An outcome that was committed and not told is told 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from celery_lease.store import Replay
 
 __all__ = ["Conclusion"]
+
+logger = logging.getLogger(__name__)
 
 _CELERY_STATES = {
     RunState.SUCCEEDED: states.SUCCESS,
@@ -103,7 +106,7 @@ class Conclusion:
         if fate.kind is Kind.AGAIN and execution.may_try_again and not self._request.is_eager:
             self._committed(execution, partial(execution.try_again, error, fate.delay))
             self._voice.outcome = states.RETRY
-            raise Retry(str(error), exc=error, when=fate.delay) from error
+            raise Retry(exc=error, when=fate.delay) from error
         leave = fate.kind is Kind.LEAVE
         deliver = self._task.has_to_deliver(self._request, failed=True)
         self._committed(execution, partial(execution.fail, error, deliver=deliver, leave=leave))
@@ -148,6 +151,15 @@ class Conclusion:
     def of_record(self, delivery: Delivery, replay: Replay) -> Any:
         """Hand the recorded outcome to Celery, without running the body."""
         request, voice = self._request, self._voice
+        logger.info(
+            "replaying the outcome of run=%s epoch=%s holder=%s task=%s state=%s reason=%s",
+            delivery.run_id,
+            replay.epoch,
+            delivery.holder,
+            self._task.name,
+            replay.state,
+            replay.reason,
+        )
         if replay.envelope is not None:
             _, _, embed = Envelope.load(replay.envelope).unpack()
             for name in ("callbacks", "errbacks", "chain", "chord"):

@@ -177,6 +177,14 @@ class Execution:
         """Leave the run ready for another delivery."""
         self._end(lambda: self._store.hand_off(self._grant, reason), reason)
         if not self._eager:
+            logger.info(
+                "handed off run=%s epoch=%s holder=%s task=%s reason=%s",
+                self.run_id,
+                self.epoch,
+                self.holder,
+                self._task.name,
+                reason,
+            )
             self._send_trigger()
 
     def release(self, reason: str) -> None:

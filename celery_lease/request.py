@@ -286,7 +286,7 @@ class LeasedRequest(Request):
         self._settles = False
         logger.error("the pool process of %s[%s] is gone: %r", self.name, self.id, exc)
         try:
-            self._parent.abandon(f"child died: {exc}", delay)
+            self._parent.abandon(f"child died: {exc!r}", delay)
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             # Nothing was written: the message stays, and so does the lease until it expires.
             logger.warning("run=%s not abandoned: %s", self._delivery.run_id, unknown)

@@ -6,7 +6,7 @@ does not, and with all workers offline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -133,7 +133,7 @@ class Runs:
         stages = self._store.saved_stages(run_id)
         events = self._store.events(run_id)
         moments = [
-            *_of_run(run),
+            *_of_run(run, events),
             *(moment for lease in leases for moment in _of_lease(lease)),
             *map(_of_stage, stages),
             *map(_of_event, events),
@@ -194,9 +194,10 @@ def _state(word: str) -> RunState | str:
     return RunState(word) if word in set(RunState) else word
 
 
-def _of_run(run: RunInfo) -> list[Moment]:
+def _of_run(run: RunInfo, events: Sequence[Mapping[str, Any]]) -> list[Moment]:
     moments = [Moment(run.created_at, None, "created", None, run.task)]
-    if run.finished_at is not None:
+    told = any((event["kind"], event["epoch"]) == (run.state, run.epoch) for event in events)
+    if run.finished_at is not None and not told:
         moments.append(Moment(run.finished_at, run.epoch, str(run.state), None, run.reason))
     if run.settled_at is not None:
         moments.append(Moment(run.settled_at, run.epoch, "settled"))

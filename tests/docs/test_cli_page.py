@@ -112,6 +112,31 @@ def test_only_what_is_not_settled_is_listed_if_asked(app: Celery) -> None:
     assert {one["run_id"] for one in printed} == {"held", "stopped"}
 
 
+def test_a_narrow_terminal_does_not_take_the_task_from_the_list(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(app)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    assert "shop.import_lines" in call(app, "runs").output
+
+
+def test_a_run_that_waits_is_shown_with_the_time_at_which_it_is_due(app: Celery) -> None:
+    leasing = Leasing.of(app)
+    leasing.store.enqueue("later", task="t", terms=leasing.terms(None), envelope=b"", delay=1000)
+    assert re.search(r"^due +in (999|1000) s", call(app, "show", "later").output, re.MULTILINE)
+    assert "\ndue " not in shown(f"lease show {RUN}")
+
+
+def test_an_end_that_has_an_event_is_told_once(app: Celery) -> None:
+    leasing = Leasing.of(app)
+    leasing.store.claim(RUN, 0, "two@vm/1", task="t", terms=leasing.terms(None), envelope=b"")
+    call(app, "revoke", RUN, "--reason", "customer cancelled")
+    timeline = json.loads(call(app, "show", RUN, "--json").output)["timeline"]
+    ends = [moment for moment in timeline if moment["what"] == "revoked"]
+    assert [(end["who"], end["why"]) for end in ends] == [("two@vm", "customer cancelled")]
+
+
 @pytest.mark.parametrize("command", lease.commands.values(), ids=str)
 def test_the_page_names_every_command_and_option(command: click.Command) -> None:
     assert re.search(rf"^## `{command.name}\b", PAGE, re.MULTILINE)

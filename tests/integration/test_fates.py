@@ -170,6 +170,19 @@ def test_a_queue_that_would_bring_it_back_for_ever_keeps_no_message(
     assert (len(guest.hidden.deferred), guest.fates) == ((2, []) if left else (0, ["ack", "ack"]))
 
 
+def test_the_log_says_when_a_failure_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    app = app_of(tmp_path)
+    task = leased(app, name="t", lease_fates=again(7))(_fails(ValueError("away")))
+    guest = Guest(app)
+    task.delay()
+    guest.deliver()
+    assert "retry: Retry in 7" in caplog.text
+    assert "ValueError('away')" in caplog.text
+
+
 def test_an_eager_run_has_no_message_and_simply_fails(tmp_path: Path) -> None:
     app = app_of(tmp_path)
     task = leased(app, name="t")(_fails(TryAgain(5, "later")))

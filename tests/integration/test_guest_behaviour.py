@@ -15,7 +15,7 @@ from celery.backends.database.models import ResultModelBase
 from celery.worker import state as worker_state
 from sqlalchemy import create_engine
 
-from celery_lease import LeasedTask, current_lease
+from celery_lease import LeasedTask, LeasePolicy, Runs, current_lease
 from celery_lease.errors import InvalidSetting, SchemaMissing
 from celery_lease.execution import Execution
 from celery_lease.fates import DELETE
@@ -502,6 +502,38 @@ def test_a_compressed_message_stays_compressed_in_its_triggers(tmp_path: Path) -
     assert len(trigger._raw_body if hasattr(trigger, "_raw_body") else trigger.body) < 10 * small
     guest.deliver(trigger)
     assert result.get(timeout=1) == 100_000
+
+
+def test_the_timeline_names_what_a_child_died_of(tmp_path: Path) -> None:
+    guest = Guest(app := app_of(tmp_path))
+    result = leased(app, name="t")(length).delay("x")
+    guest.request(guest.message()).on_failure(info_of(SystemExit(1)))
+    reasons = [moment.why for moment in Runs(app).story(result.id).timeline]
+    assert "child died: SystemExit(1)" in reasons
+
+
+def test_the_log_says_why_celery_ignores_a_delivery(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Celery's own line is ``Task … ignored``, for a hand-off and for a replayed revoke."""
+    caplog.set_level("INFO")
+    app = app_of(tmp_path)
+
+    def in_stages(self: LeasedTask) -> None:
+        self.lease.stage("one", str, 1)
+
+    staged = leased(app, name="s", bind=True, lease_policy=LeasePolicy(stage_handoff="always"))
+    task = staged(in_stages)
+    guest = Guest(app)
+    result = task.delay()
+    guest.deliver()
+    assert f"handed off run={result.id} epoch=1 " in caplog.text
+    Runs(app).revoke(result.id, "customer cancelled")
+    guest.reap()
+    guest.deliver()
+    guest.deliver()
+    assert f"replaying the outcome of run={result.id} epoch=1 " in caplog.text
+    assert "state=revoked reason=customer cancelled" in caplog.text
 
 
 def test_a_message_of_protocol_one_is_leased_and_triggered_again(tmp_path: Path) -> None:
