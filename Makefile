@@ -64,7 +64,7 @@ mutation: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --timeout 300 tests/mutation
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/python -m tox run -e lint
+	$(BIN)/python -m tox run -e lint,types
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -m tox run -e docs

@@ -15,6 +15,7 @@ from __future__ import annotations
 from celery_lease.errors import LeaseControl, LeaseError, LeaseLost
 from celery_lease.lease import Lease, current_lease
 from celery_lease.policy import LeasePolicy
+from celery_lease.runs import Runs
 from celery_lease.task import LeasedTask
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LeaseLost",
     "LeasePolicy",
     "LeasedTask",
+    "Runs",
     "current_lease",
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +41,25 @@ class Leasing:
     @classmethod
     def of(cls, app: Any) -> Leasing:
         """The one instance of ``app``."""
-        app = app._get_current_object() if hasattr(app, "_get_current_object") else app
+        app = _unwrapped(app)
         leasing: Leasing | None = app.__dict__.get(_ATTRIBUTE)
         if leasing is None:
             leasing = app.__dict__.setdefault(_ATTRIBUTE, cls(app))
         return leasing
+
+    @contextlib.contextmanager
+    def in_place_of_the_apps(self) -> Iterator[None]:
+        """``Leasing.of`` gives this one in the block; for tests."""
+        app = _unwrapped(self.app)
+        known = app.__dict__.get(_ATTRIBUTE)
+        app.__dict__[_ATTRIBUTE] = self
+        try:
+            yield
+        finally:
+            if known is None:
+                del app.__dict__[_ATTRIBUTE]
+            else:
+                app.__dict__[_ATTRIBUTE] = known
 
     @cached_property
     def settings(self) -> Settings:
@@ -82,3 +98,8 @@ class Leasing:
     def stopping(self) -> bool:
         """The worker around this process was told to stop."""
         return self.board is not None and self.board.stopping
+
+
+def _unwrapped(app: Any) -> Any:
+    """The app behind a proxy of Celery's, or the app itself."""
+    return app._get_current_object() if hasattr(app, "_get_current_object") else app

@@ -76,12 +76,15 @@ def init_db(runs: Runs, as_json: bool) -> None:
 @lease.command("runs")
 @click.option("--state", help=f"Only runs in this state: {', '.join(RunState)}.")
 @click.option("--task", help="Only runs of this task.")
+@click.option("--unsettled", is_flag=True, help="Only runs with work or an outcome to come.")
 @click.option("--limit", default=50, show_default=True, help="At most so many, newest first.")
 @_as_json
 @_command
-def list_runs(runs: Runs, state: str | None, task: str | None, limit: int, as_json: bool) -> None:
+def list_runs(
+    runs: Runs, *, state: str | None, task: str | None, unsettled: bool, limit: int, as_json: bool
+) -> None:
     """List the newest runs: state, holder, epoch, progress, lease left."""
-    found = runs.list(state=state, task=task, most=limit)
+    found = runs.list(state=state, task=task, unsettled=unsettled, most=limit)
     if as_json:
         click.echo(json.dumps([info.as_dict() for info in found], indent=2))
         return
@@ -107,6 +110,24 @@ def show(runs: Runs, run_id: str, as_json: bool) -> None:
     console.print(_summary(story.run))
     console.print()
     console.print(_timeline(story))
+
+
+@lease.command("revoke")
+@click.argument("run_ids", metavar="RUN...", nargs=-1, required=True)
+@click.option("--reason", default="revoked by an operator", show_default=True, help="For the log.")
+@_as_json
+@_command
+def revoke(runs: Runs, run_ids: tuple[str, ...], reason: str, as_json: bool) -> None:
+    """End runs before their outcome, also runs that no worker has seen yet."""
+    done = []
+    for run_id in run_ids:
+        revoked = runs.revoke(run_id, reason)
+        state = str(runs.get(run_id).state)
+        done.append({"run_id": run_id, "revoked": revoked, "state": state})
+        if not as_json:
+            click.echo(f"{run_id}: {'revoked' if revoked else f'was over already, {state}'}")
+    if as_json:
+        click.echo(json.dumps(done))
 
 
 @lease.command("reap")
@@ -137,13 +158,17 @@ def _say(data: dict[str, Any], text: str, as_json: bool) -> None:
 def _cells(info: RunInfo) -> list[Text]:
     return [
         Text(info.run_id),
-        Text(info.state, style=_COLOURS[info.state]),
+        Text(info.state, style=_colour(info.state)),
         Text(str(info.epoch)),
         Text(_percent(info.progress)),
         _left(info),
         Text(info.node or "-"),
         Text(info.task),
     ]
+
+
+def _colour(state: str) -> str:
+    return _COLOURS[RunState(state)] if state in set(RunState) else ""
 
 
 def _percent(progress: float | None) -> str:
@@ -165,7 +190,7 @@ def _summary(info: RunInfo) -> Table:
     rows: list[tuple[str, str | Text]] = [
         ("run", info.run_id),
         ("task", info.task),
-        ("state", Text(info.state, style=_COLOURS[info.state])),
+        ("state", Text(info.state, style=_colour(info.state))),
         ("reason", info.reason or "-"),
         ("epoch", f"{info.epoch} (attempt {info.attempt}, {info.recoveries} recoveries)"),
         ("holder", info.holder or "-"),

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from celery.app.task import Context
 
 from celery_lease.errors import LeaseError
 from celery_lease.moments import seconds_until
@@ -71,7 +72,7 @@ class DelayingProducer:
 
     def _register(self, envelope: Envelope, delay: float, headers: Any) -> None:
         _, _, embed = envelope.unpack()
-        asked = SimpleNamespace(ignore_result=headers.get("ignore_result"), **embed)
+        asked = Context(ignore_result=headers.get("ignore_result"), **embed)
         self._leasing.store.enqueue(
             str(headers["id"]),
             task=self._task.name,

@@ -6,14 +6,14 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
 
 from celery_lease import signals
-from celery_lease.errors import LeaseError, StoreBusy, StoreUnavailable
+from celery_lease.errors import LeaseError, NotSerializable, StoreBusy, StoreUnavailable
 from celery_lease.moments import seconds_until
 from celery_lease.results import Defer
 from celery_lease.states import Decision, RunState, RunView, Step, decide
@@ -56,6 +56,8 @@ class Delivery:
     #: A worker's main process keeps its lease and message.
     attended: bool = False
     interruptible: bool = False
+    #: Its broker delivers nothing else of its group meanwhile.
+    in_group: bool = False
     slot: int | None = None
     revoked: bool = False
     node: str | None = None
@@ -80,18 +82,22 @@ class Delivery:
         )
 
     @classmethod
-    def of_request(cls, request: Any, *, queue: str) -> Delivery:
+    def of_request(
+        cls, request: Any, *, queue: str, name: Callable[[str], str | None] = lambda task_id: None
+    ) -> Delivery:
         """The delivery that a task's request belongs to; an eager one has no message.
 
-        ``queue`` is where an eager run goes on if its process dies.
+        ``queue`` is where an eager run goes on if its process dies; ``name`` says which run
+        it is if its task id is that of another one.
         """
         known = getattr(request, REQUEST_KEY, None)
         if known is not None:
             return cls(**known)
+        headers = request.headers or {}
         return cls(
-            run_id=request.id,
+            run_id=str(headers.get(RUN_HEADER) or name(request.id) or request.id),
             holder=new_holder(request.hostname),
-            expected=_whole((request.headers or {}).get(EPOCH_HEADER)),
+            expected=_whole(headers.get(EPOCH_HEADER)),
             received_at=time.monotonic(),
             routing_key=(request.delivery_info or {}).get("routing_key") or queue,
             headers={"id": request.id, "task": request.task or ""},
@@ -122,7 +128,7 @@ class Admission:
         """
         wait = 0.2
         while True:
-            if self._leasing.stopping:
+            if self._leasing.stopping and self._delivery.attended:
                 self._defer("stopping", 0.0)
             try:
                 with self._leasing.interrupts.shield():
@@ -140,6 +146,8 @@ class Admission:
 
     def _admit(self) -> Grant | Replay:
         expected = self._delivery.expected
+        if self._delivery.revoked:
+            self._pass_on_revoke()
         if expected == 0:
             self._before_a_first_claim()
             if self._ahead() > 0 and self._store.view(self._delivery.run_id) is None:
@@ -159,11 +167,19 @@ class Admission:
         self._defer("busy", _BUSY_DELAY)
         raise AssertionError("unreachable")
 
-    def _before_a_first_claim(self) -> None:
-        """A revoke that only Celery knows of, or a past ``expires``, is put to the store."""
+    def _pass_on_revoke(self) -> None:
+        """A revoke that only Celery's workers know of, at any epoch, is put to the store.
+
+        They remember it for hours: it must not end a run that an operator has resumed since.
+        """
         run_id = self._delivery.run_id
-        if self._delivery.revoked and is_unheld(self._store.view(run_id)):
+        resumed = any(event["kind"] == "resumed" for event in self._store.events(run_id))
+        if not resumed and is_unheld(self._store.view(run_id)):
             self._store.revoke(run_id, "revoked by Celery")
+
+    def _before_a_first_claim(self) -> None:
+        """A past ``expires`` that only Celery knows of is put to the store."""
+        run_id = self._delivery.run_id
         left = seconds_until(self._request.expires)
         if left is not None and left <= 0:
             self._enqueue(expires_in=left)
@@ -181,7 +197,7 @@ class Admission:
             task=self._task.name,
             terms=self._terms,
             node=self._delivery.node or self._request.hostname,
-            envelope=self._envelope() if expected == 0 else None,
+            envelope=self._first_envelope() if expected == 0 else None,
             deliver=self._task.has_to_deliver(self._request),
         )
 
@@ -196,6 +212,7 @@ class Admission:
             stored=self._delivery.stored,
             receives=self._delivery.receives,
             can_defer=self._delivery.can_defer,
+            in_group=self._delivery.in_group,
             sweep=self._leasing.settings.reap_interval * random.uniform(1.0, 1.5),  # noqa: S311
         )
         match decision.step:
@@ -293,6 +310,15 @@ class Admission:
             expires_in=expires_in,
         )
 
+    def _first_envelope(self) -> bytes | None:
+        """An eager call takes any arguments, as in Celery; only here can it go on then."""
+        try:
+            return self._envelope()
+        except NotSerializable:
+            if self._request.is_eager:
+                return None
+            raise
+
     def _envelope(self) -> bytes:
         return envelope_of(self._request, self._delivery).dump()
 
@@ -322,7 +348,7 @@ def is_unheld(view: RunView | None) -> bool:
 
     Celery itself leaves a task alone that runs already, unless it is to be terminated.
     """
-    return view is None or view.state is RunState.READY
+    return view is None or view.state in (RunState.READY, RunState.WAITING, RunState.PARKED)
 
 
 def _whole(value: Any) -> int:

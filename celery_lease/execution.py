@@ -23,7 +23,7 @@ from celery_lease.errors import (
     StoreUnavailable,
 )
 from celery_lease.lease import Lease, bound
-from celery_lease.outcomes import encode_failure, encode_success
+from celery_lease.outcomes import REPLACED, encode_failure, encode_success
 from celery_lease.results import Defer
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ class Execution:
         self._store = leasing.store
         self._task = task
         self._delivery = delivery
+        #: There is no message that could be followed by another one.
+        self._eager = bool(task.request.is_eager)
         self._grant = grant
         self._terms = terms
         self._trust_until = asked_at + terms.duration
@@ -158,10 +160,24 @@ class Execution:
             "ignored",
         )
 
+    def replace(self, replacement: bytes) -> None:
+        """Commit what goes on in the run's place; raises ``LeaseLost``."""
+        self._end(
+            lambda: self._store.complete(
+                self._grant,
+                replacement,
+                deliver=True,
+                settle_in=self._terms.settle_timeout,
+                reason=REPLACED,
+            ),
+            REPLACED,
+        )
+
     def hand_back(self, reason: str) -> None:
         """Leave the run ready for another delivery."""
         self._end(lambda: self._store.hand_off(self._grant, reason), reason)
-        self._send_trigger()
+        if not self._eager:
+            self._send_trigger()
 
     def release(self, reason: str) -> None:
         """Leave the run ready for the caller, who goes on with it in this process."""
@@ -304,7 +320,7 @@ class Execution:
             self._slot.progressed()
 
     def _hand_off_if_asked(self, *, always: bool = False) -> None:
-        if not (always or self.should_yield()):
+        if self._eager or not (always or self.should_yield()):
             return
         reason = "stage" if always else "stopping" if self._leasing.stopping else "budget"
         self.hand_back(reason)

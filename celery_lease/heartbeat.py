@@ -21,6 +21,7 @@ from celery_lease.interrupts import INTERRUPT_SIGNAL
 from celery_lease.keeper import Keeper, Kept
 from celery_lease.store import Renewal, Store
 from celery_lease.visibility import Gone, Visibility
+from celery_lease.visibility.answers import DENIED
 
 __all__ = ["Heartbeat"]
 
@@ -223,12 +224,15 @@ class Heartbeat:
             assert kept.held is not None
             kept.extend_at = now + kept.terms.heartbeat
             failure = failed.get(kept.held.handle)
-            if failure is not None:
+            if failure is None:
+                kept.hidden_until = now + kept.terms.duration
+            else:
                 self._not_kept(kept, failure)
 
     def _not_kept(self, kept: Kept, failure: Gone) -> None:
         if not failure.final:
-            kept.extend_at = self._now() + _SHORTEST_TICK
+            if failure.code != DENIED:  # a missing permission is not asked for every second
+                kept.extend_at = self._now() + _SHORTEST_TICK
             return
         kept.extend_at = float("inf")
         capped = failure.code == "cap" or "Total VisibilityTimeout" in failure.message

@@ -43,13 +43,16 @@ class Interrupts(threading.local):
 
     @contextlib.contextmanager
     def watching(self, slot: Slot | None, run_id: str, epoch: int) -> Iterator[None]:
-        """``LeaseLost`` may be raised in the block if ``slot`` says so."""
-        self._run = (run_id, epoch)
-        self._slot = slot
+        """``LeaseLost`` may be raised in the block if ``slot`` says so.
+
+        A body may execute another task eagerly: after that its own slot counts again.
+        """
+        outer = self._slot, self._run
+        self._slot, self._run = slot, (run_id, epoch)
         try:
             yield
         finally:
-            self._slot = None
+            self._slot, self._run = outer
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:

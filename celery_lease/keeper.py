@@ -27,6 +27,8 @@ class Kept:
     slot: Slot | None
     #: On the monotonic clock: when the message must be extended next.
     extend_at: float
+    #: On the monotonic clock: until when the broker hides it from others, as far as we know.
+    hidden_until: float = float("inf")
     #: The broker's message, to give it back; None where that is the broker library's affair.
     message: Any = None
     #: The pool process that executes it; None while it waits in the worker.
@@ -114,6 +116,12 @@ class Keeper:
     def has_delivered(self) -> bool:
         """Whether something waits to be settled."""
         return bool(self._delivered)
+
+    def is_hidden(self, holder: str) -> bool:
+        """Whether nobody else can have received this delivery's message meanwhile."""
+        with self._change:
+            kept = self._kept.get(holder)
+            return kept is not None and time.monotonic() < kept.hidden_until
 
     def next_extension(self) -> float:
         """Seconds until the first message must be extended."""

@@ -2,7 +2,8 @@
 
 A direct call touches no store: checkpoints and stages live in memory for that one call. An
 eager call (``apply``, ``task_always_eager``) claims in the store like any other, and renews
-its lease from a thread of its own, since there is no worker around it to do so.
+its lease from a thread of its own, since there is no worker around it to do so. It needs no
+broker: it is never handed off, and whoever called it is the one who is told.
 """
 
 from __future__ import annotations
@@ -12,19 +13,30 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.board import Board
 from celery_lease.heartbeat import Heartbeat
 from celery_lease.keeper import Keeper, Kept
 from celery_lease.loop import Loop
+from celery_lease.successors import replacement_name
 
 if TYPE_CHECKING:
     from celery_lease.codec import Codec
     from celery_lease.policy import Terms
     from celery_lease.store import Grant, Store
 
-__all__ = ["MemoryBacking", "local_heartbeat"]
+__all__ = [
+    "EagerRun",
+    "MemoryBacking",
+    "current_eager_run",
+    "eager_run",
+    "local_heartbeat",
+    "replacing",
+    "run_replaced",
+]
 
 
 class MemoryBacking:
@@ -80,6 +92,66 @@ class MemoryBacking:
     def should_yield(self) -> bool:
         """Never."""
         return False
+
+
+@dataclass(slots=True)
+class EagerRun:
+    """What became of one call of ``apply``."""
+
+    run_id: str = ""
+    holder: str = ""
+    #: Celery's state for the run's outcome; None as long as it has none.
+    outcome: str | None = None
+
+
+_EAGER: ContextVar[EagerRun | None] = ContextVar("celery_lease_eager", default=None)
+
+
+@contextlib.contextmanager
+def eager_run(run: EagerRun) -> Iterator[None]:
+    """The eager execution in the block writes down in ``run`` what it does."""
+    token = _EAGER.set(run)
+    try:
+        yield
+    finally:
+        _EAGER.reset(token)
+
+
+def current_eager_run() -> EagerRun:
+    """Where the eager execution here writes; what nobody asked for is thrown away."""
+    return _EAGER.get() or EagerRun()
+
+
+@dataclass(slots=True)
+class _Replaced:
+    task_id: str
+    run_id: str
+    replacements: int = 0
+
+
+_REPLACED: ContextVar[_Replaced | None] = ContextVar("celery_lease_replaced", default=None)
+
+
+@contextlib.contextmanager
+def replacing(task_id: str, run_id: str) -> Iterator[None]:
+    """Eager executions of ``task_id`` in the block replace the run, which still goes on."""
+    token = _REPLACED.set(_Replaced(task_id, run_id))
+    try:
+        yield
+    finally:
+        _REPLACED.reset(token)
+
+
+def run_replaced(task_id: str) -> str | None:
+    """The name of the run that an eager execution of ``task_id`` is, if it is a replacement.
+
+    In a chain Celery gives the id to each step: each is a run of its own.
+    """
+    replaced = _REPLACED.get()
+    if replaced is None or replaced.task_id != task_id:
+        return None
+    replaced.replacements += 1
+    return replacement_name(replaced.run_id, replaced.replacements)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from celery_lease.codec import Codec
     from celery_lease.store import Replay
 
-__all__ = ["Recorded", "RecordedFailure", "encode_failure", "encode_success", "recorded"]
+__all__ = [
+    "REPLACED",
+    "Recorded",
+    "RecordedFailure",
+    "encode_failure",
+    "encode_success",
+    "recorded",
+]
+
+#: The reason of a run whose outcome is what was sent in its place.
+REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,15 @@ class Terms:
 
     @classmethod
     def load(cls, text: str) -> Terms:
-        """What ``dump`` wrote; keys of newer releases are ignored."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+        """What ``dump`` wrote; keys of newer releases are ignored.
+
+        What an older release did not know has its default.
+        """
+        given = json.loads(text)
+        known = {f.name: given[f.name] for f in fields(cls) if f.name in given}
+        if len(known) == len(fields(cls)):
+            return cls(**known)
+        return replace(LeasePolicy().terms(Settings.defaults()), **known)
 
 
 def grace_of(text: str) -> float:

@@ -8,13 +8,14 @@ envelope under the epoch, and its trigger is sent after the commit.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import EPOCH_HEADER, Envelope, message_headers
+from celery_lease.trigger import EPOCH_HEADER, RUN_HEADER, Envelope, message_headers
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
@@ -32,6 +33,10 @@ class Catcher:
     delay: float = 0.0
     #: Set while ``retry`` runs: only its own message is caught.
     listening: bool = False
+    #: What ``replace`` put in the run's place.
+    replacement: bytes | None = None
+    #: What was added to the run's chord, and how often.
+    added: Counter[str] = field(default_factory=Counter)
 
     @property
     def connection(self) -> Catcher:
@@ -78,5 +83,9 @@ def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
         execution.postpone(catcher.envelope.dump(), catcher.delay, "retry")
     elif retry.is_eager and retry.sig is not None:
         options = retry.sig.options
-        options["headers"] = {**(options.get("headers") or {}), EPOCH_HEADER: execution.epoch}
+        options["headers"] = {
+            **(options.get("headers") or {}),
+            EPOCH_HEADER: execution.epoch,
+            RUN_HEADER: execution.run_id,
+        }
         execution.release("retry")

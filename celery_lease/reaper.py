@@ -12,8 +12,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from celery_lease.complaints import Complaints
 from celery_lease.errors import LeaseError, StoreBusy
 from celery_lease.store import Store
+from celery_lease.visibility.answers import is_denied
 
 __all__ = ["Reaped", "Reaper"]
 
@@ -48,6 +50,7 @@ class Reaper:
         self.interval = interval
         self._send = send
         self._on_store = on_store
+        self._complaints = Complaints(logger)
 
     def run_once(self) -> Reaped:
         """One pass over the namespace."""
@@ -79,8 +82,15 @@ class Reaper:
             except LeaseError:
                 raise
             except Exception as exc:  # noqa: BLE001 - a broker's errors share no base class
-                logger.warning("trigger of run=%s not sent, a later pass tries: %s", run_id, exc)
-                failed += 1
+                self._complaints.say(
+                    f"{type(exc).__name__} {exc}",
+                    logging.WARNING,
+                    "trigger of run=%s not sent, a later pass tries: %s",
+                    run_id,
+                    exc,
+                )
+                # A permission is missing for one queue; the others may be all right.
+                failed += not is_denied(exc)
                 if failed == _FAILURES:
                     break
         return sent

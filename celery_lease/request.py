@@ -7,6 +7,7 @@ hidden until it is let go, and turns what happens to the child into verbs of the
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import states
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
 from celery.utils.functional import maybe_list
 from celery.worker import state as worker_state
 from celery.worker.request import Request
@@ -28,6 +29,9 @@ from celery_lease.outcomes import encode_failure
 from celery_lease.results import Defer, Left, Told, Voice, speaking
 from celery_lease.states import DEAD_LETTER_DELAY, LIVE, LeaseStatus
 from celery_lease.store import Ended, Grant
+from celery_lease.successors import fix_successors, steady_ids
+from celery_lease.trigger import EPOCH_HEADER
+from celery_lease.turns import Turn
 
 __all__ = ["LeasedRequest"]
 
@@ -40,6 +44,12 @@ _RETRY_DELAY = 5.0
 class LeasedRequest(Request):
     """Celery's request of a leased task; made once a delivery, in the main process."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Celery makes a class for each task, with a way into the pool of its own."""
+        super().__init_subclass__(**options)
+        if "execute_using_pool" in cls.__dict__:
+            cls.execute_using_pool = _in_turn(cls.__dict__["execute_using_pool"])
+
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
         self._settles = False
@@ -47,9 +57,12 @@ class LeasedRequest(Request):
         self._returned = False
         #: What becomes of the message once the failure has been reported.
         self._fate: Kind | None = None
+        self._passed_on = False
         self.acknowledged = False
         leasing = Leasing.of(self._app)
-        worker = leasing.worker if leasing.settings.enabled else None
+        # Switched off, the store is asked only for a trigger of a run that it knows.
+        leased = leasing.settings.enabled or self._request_dict.get(EPOCH_HEADER) is not None
+        worker = leasing.worker if leased else None
         self._side = worker
         if worker is None:
             return
@@ -69,6 +82,7 @@ class LeasedRequest(Request):
             can_defer=held is not None,
             attended=True,
             interruptible=worker.forks,
+            in_group=held is not None and held.group is not None,
             slot=slot.index if slot else None,
             node=self._hostname,
             content_type=self._content_type or "application/json",
@@ -84,11 +98,13 @@ class LeasedRequest(Request):
         """Never decides: what Celery knows of is passed on, and the claim decides."""
         if self._side is None:
             return bool(super().revoked())
-        known = self.id in worker_state.revoked or self._revoked_by_stamp()
-        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {"revoked": known}
+        self._passed_on = self._known_revoked()
+        self._request_dict[REQUEST_KEY] = self._delivery.as_dict() | {"revoked": self._passed_on}
         return False
 
-    def _revoked_by_stamp(self) -> bool:
+    def _known_revoked(self) -> bool:
+        if self.id in worker_state.revoked:
+            return True
         revoked = worker_state.revoked_stamps
         return any(
             value in maybe_list(revoked[stamp])
@@ -97,11 +113,53 @@ class LeasedRequest(Request):
             for value in maybe_list(self.stamps.get(stamp)) or ()
         )
 
+    def take_turn(self, execute: Callable[[], Any]) -> Any:
+        """Go to the pool, but not beside another delivery of the same FIFO group."""
+        group = self._group()
+        if self._side is None or group is None:
+            return execute()
+        begin = functools.partial(self._side.process, self)
+        give_back = functools.partial(self._defer, 0.0)
+        if not self._side.turns.take(Turn(group, self._holder, begin, give_back)):
+            # Celery then gives the pool's free place to the next delivery.
+            raise TaskRevokedError("waits for another delivery of its group")
+        if not self._side.keeper.is_hidden(self._holder):
+            # After a pause: the message, and the one before it, may be in other hands by now.
+            self._defer(0.0)
+            raise TaskRevokedError("is not hidden any more")
+        try:
+            return execute()
+        except BaseException:
+            self._end_turn(gone=False)
+            raise
+
+    def _end_turn(self, *, gone: bool) -> None:
+        group = self._group()
+        if self._side is not None and group is not None:
+            # Those behind it would not begin in a worker that stops.
+            self._side.turns.end(group, self._holder, gone=gone and not self._side.board.stopping)
+
+    def _group(self) -> tuple[str, str] | None:
+        held = self._held if self._side is not None else None
+        return None if held is None or held.group is None else (held.queue, held.group)
+
     def on_accepted(self, pid: int, time_accepted: float) -> None:
         """The pool has taken it: its lease is renewed from now on."""
         super().on_accepted(pid, time_accepted)
         if self._side is not None:
             self._side.accepted(self._delivery, self._task.name, self._terms, pid)
+            if self._known_revoked() and not self._passed_on:
+                self._revoke_quietly("revoked by Celery")  # while it waited for the pool
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Celery's ``revoke(terminate=True)``: the child is killed and its run revoked.
+
+        A body in this very process cannot be killed: it ends at its next use of the lease.
+        """
+        if self._side is None or self._side.forks:
+            super().terminate(pool, signal)
+        else:
+            self._revoke_quietly("terminated")
 
     def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> None:
         """A cold shutdown: the child is killed and its run abandoned.
@@ -162,6 +220,7 @@ class LeasedRequest(Request):
             if self._settles:
                 self._side.delivered(self._delivery.run_id, self._holder)
         super().acknowledge()
+        self._end_turn(gone=True)
 
     def reject(self, requeue: bool = False) -> None:
         """Give the message back to the broker, or leave it to its dead-letter queue."""
@@ -177,6 +236,7 @@ class LeasedRequest(Request):
                 requeue = False
                 self._side.delivered(self._delivery.run_id, self._holder)
         super().reject(requeue)
+        self._end_turn(gone=not requeue)
 
     def _leave(self) -> None:
         """The failure was told; the message is received again until its queue moves it away."""
@@ -200,6 +260,7 @@ class LeasedRequest(Request):
         if ours:
             self._side.defer(self._message, self._held, delay)
         self.acknowledged = True
+        self._end_turn(gone=False)
         self.send_event("lease-deferred", delay=delay)
 
     # -- verbs of the parent ------------------------------------------------------------
@@ -328,6 +389,13 @@ class LeasedRequest(Request):
             return revoked
         return store.revoke(run_id, reason) if is_unheld(store.view(run_id)) else False
 
+    def _revoke_quietly(self, reason: str) -> None:
+        """The heartbeat tells the holder, and a replay everybody else."""
+        try:
+            self._revoke(reason)
+        except Exception as unknown:  # noqa: BLE001 - it would end the worker
+            logger.warning("run=%s not revoked: %s", self._delivery.run_id, unknown)
+
     def _announce_cancelled(self, *args: Any, **kwargs: Any) -> Any:
         """The child is killed and the run goes on elsewhere, which is no RETRY of Celery's."""
         report = super()._announce_cancelled
@@ -340,8 +408,13 @@ class LeasedRequest(Request):
         """Report a committed outcome; what cannot be told now is replayed."""
         assert self._side is not None
         self._settles = False
+        run_id = self._delivery.run_id
+        fix_successors(run_id, self._context)
         try:
-            with speaking(Voice(claimed=True, outcome=outcome, task_id=self.id)):
+            with (
+                speaking(Voice(claimed=True, outcome=outcome, task_id=self.id)),
+                steady_ids(run_id),
+            ):
                 report()
         except Exception:
             logger.exception("the outcome of run=%s is told later", self._delivery.run_id)
@@ -359,3 +432,11 @@ class LeasedRequest(Request):
     def _encoded(self, exc: BaseException) -> bytes:
         leasing = Leasing.of(self._app)
         return encode_failure(leasing.results, self._app.backend, exc, self._delivery.run_id)
+
+
+def _in_turn(execute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(execute)
+    def execute_in_turn(request: LeasedRequest, pool: Any, **options: Any) -> Any:
+        return request.take_turn(functools.partial(execute, request, pool, **options))
+
+    return execute_in_turn

@@ -23,6 +23,16 @@ __all__ = [
     "voice_of",
 ]
 
+#: Celery only adds one to a number, whoever asks for it.
+_ADD_ONCE = """
+if redis.call('SADD', KEYS[1], ARGV[1]) == 1 then
+    redis.call('EXPIRE', KEYS[1], ARGV[2])
+    redis.call('INCR', KEYS[2])
+end
+"""
+#: Seconds for which Redis knows what was added, where results do not expire.
+_ADDED_KEPT = 7 * 86400
+
 
 class Defer(Reject):
     """Give the message back for ``delay`` seconds: neither deleted nor sent again.
@@ -75,6 +85,8 @@ class Voice:
     holds: Callable[[], bool] = lambda: True
     #: Celery's ``before_start``, put off until the claim.
     before_start: Callable[[], Any] | None = None
+    #: What must be undone when callbacks, result and chord have been told.
+    until_sent: ExitStack = field(default_factory=ExitStack)
     #: What must be undone when Celery is done with this execution.
     until_told: ExitStack = field(default_factory=ExitStack)
 
@@ -97,7 +109,7 @@ def speaking(voice: Voice) -> Iterator[Voice]:
     """What the block says to the backend of a leased task is held to ``voice``."""
     token = _VOICE.set(voice)
     try:
-        with voice.until_told:
+        with voice.until_told, voice.until_sent:
             yield voice
     finally:
         _VOICE.reset(token)
@@ -158,15 +170,19 @@ class LeasedBackend:
         state: str = states.SUCCESS,
     ) -> Any:
         """Store the result and tell the chord, if that is the outcome."""
-        if not self._silenced(task_id, state):
-            return self._backend.mark_as_done(task_id, result, request, store_result, state)
-        return None
+        if self._silenced(task_id, state):
+            return None
+        done = self._backend.mark_as_done(task_id, result, request, store_result, state)
+        voice_of(task_id).until_sent.close()
+        return done
 
     def mark_as_failure(self, task_id: str, exc: BaseException, *args: Any, **kw: Any) -> Any:
         """Store the failure, tell the chord and call the errbacks, if that is the outcome."""
-        if not self._silenced(task_id, kw.get("state", states.FAILURE)):
-            return self._backend.mark_as_failure(task_id, exc, *args, **kw)
-        return None
+        if self._silenced(task_id, kw.get("state", states.FAILURE)):
+            return None
+        failed = self._backend.mark_as_failure(task_id, exc, *args, **kw)
+        voice_of(task_id).until_sent.close()
+        return failed
 
     def mark_as_revoked(self, task_id: str, *args: Any, **kw: Any) -> Any:
         """Store REVOKED and tell the chord, if that is the outcome."""
@@ -185,6 +201,15 @@ class LeasedBackend:
         if not self._silenced(getattr(request, "id", None), state):
             return self._backend.on_chord_part_return(request, state, result, **kw)
         return None
+
+    def add_to_chord(self, group_id: str, result: Any) -> None:
+        """Count one more member of a chord; the same one, added by a redone body, only once."""
+        if "RedisBackend" not in (kind.__name__ for kind in type(self._backend).__mro__):
+            self._backend.add_to_chord(group_id, result)  # no other knows how to
+            return
+        keys = [self._backend.get_key_for_group(group_id, end) for end in (".lease", ".t")]
+        kept = int(self._backend.expires or _ADDED_KEPT)
+        self._backend.client.eval(_ADD_ONCE, len(keys), *keys, result.id, kept)
 
     @staticmethod
     def _silenced(task_id: str | None, state: str) -> bool:

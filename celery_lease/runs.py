@@ -26,7 +26,8 @@ class RunInfo:
 
     run_id: str
     task: str
-    state: RunState
+    #: A plain string if only a newer release has this state.
+    state: RunState | str
     epoch: int
     attempt: int
     recoveries: int
@@ -101,15 +102,22 @@ class Runs:
         self._store.create_schema()
 
     def list(
-        self, *, state: str | None = None, task: str | None = None, most: int = 50
+        self,
+        *,
+        state: str | None = None,
+        task: str | None = None,
+        unsettled: bool = False,
+        most: int = 50,
     ) -> list[RunInfo]:
         """The newest runs, optionally of one state or task.
 
+        ``unsettled``: only runs that are not over, or whose outcome was not delivered yet.
         Raises ``InvalidSetting`` for a state that does not exist.
         """
         if state is not None and state not in set(RunState):
             raise InvalidSetting(f"state = {state!r}: give one of {', '.join(RunState)}")
-        return [_info(row) for row in self._store.list_runs(state=state, task=task, most=most)]
+        rows = self._store.list_runs(state=state, task=task, unsettled=unsettled, most=most)
+        return [_info(row) for row in rows]
 
     def get(self, run_id: str) -> RunInfo:
         """One run; raises ``RunNotFound``."""
@@ -164,7 +172,7 @@ def _info(row: Mapping[str, Any]) -> RunInfo:
     return RunInfo(
         run_id=row["run_id"],
         task=row["task"],
-        state=RunState(row["state"]),
+        state=_state(row["state"]),
         epoch=row["epoch"],
         attempt=row["attempt"],
         recoveries=row["recoveries"],
@@ -180,6 +188,10 @@ def _info(row: Mapping[str, Any]) -> RunInfo:
         finished_at=_maybe(row["finished_at"]),
         settled_at=_maybe(row["settled_at"]),
     )
+
+
+def _state(word: str) -> RunState | str:
+    return RunState(word) if word in set(RunState) else word
 
 
 def _of_run(run: RunInfo) -> list[Moment]:

@@ -156,7 +156,8 @@ def judge(
 class RunView:
     """A run as one statement saw it; all durations in seconds by the database's clock."""
 
-    state: RunState
+    #: A newer release beside this one may have states, and a status, of its own.
+    state: RunState | str
     epoch: int
     holder: str | None
     attempt: int
@@ -171,7 +172,7 @@ class RunView:
     settle_in: float
     #: The message of the execution that failed is left for its queue's dead-letter policy.
     dead_letter: bool
-    lease_status: LeaseStatus | None
+    lease_status: LeaseStatus | str | None
     #: Seconds until the lease expires; negative once it has.
     lease_left: float
     #: Seconds until a suspect lease may be reclaimed.
@@ -220,6 +221,7 @@ def decide(
     stored: bool = False,
     receives: int | None = None,
     can_defer: bool = True,
+    in_group: bool = False,
     sweep: float = 10.0,
 ) -> Decision:
     """The delivery table: what to do with a message that expects epoch ``expected``.
@@ -227,10 +229,12 @@ def decide(
     ``runnable`` is False for a message that may not start now (its ETA is ahead),
     ``stored`` says that the message holds no arguments of its own, ``receives`` is the
     broker's count of deliveries if it is known, ``can_defer`` whether the broker can hide
-    a message again.
+    a message again, ``in_group`` that it delivers nothing else of the message's group until then.
     """
     if view is None:
         return _without_a_run(expected, runnable, stored, receives)
+    if not isinstance(view.state, RunState):
+        return Decision(Step.DROP, "unknown_state")
     if expected > view.epoch:
         return _unknown(receives)
     if view.state in TERMINAL:
@@ -241,6 +245,8 @@ def decide(
         return _ready(view, expected)
     if view.holder == holder and view.lease_status in LIVE:
         return Decision(Step.GO_ON, "repeat")
+    if in_group:
+        receives = None  # dropped, it would let the next of its group begin beside the running one
     return _running(view, expected, receives, can_defer=can_defer, sweep=sweep)
 
 

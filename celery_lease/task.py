@@ -15,24 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 from billiard.einfo import ExceptionInfo
 from celery import Task, states
-from celery.app.trace import FAILURE, REJECTED, TraceInfo, trace_ok_t
+from celery.app.trace import FAILURE, IGNORED, REJECTED, TraceInfo, trace_ok_t
 from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore, Reject, Retry
+from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.result import EagerResult
 
 from celery_lease import signals
 from celery_lease.application import Leasing
 from celery_lease.delays import DelayingProducer
 from celery_lease.delivery import Admission, Delivery
-from celery_lease.errors import InvalidSetting, LeaseLost
+from celery_lease.errors import InvalidSetting, LeaseError, LeaseLost
 from celery_lease.execution import Execution
 from celery_lease.exits import left
 from celery_lease.fates import Fates, Kind, checked, fate_of
 from celery_lease.interrupts import no_soft_limit
 from celery_lease.lease import Lease, bound, current_lease
-from celery_lease.local import MemoryBacking, local_heartbeat
-from celery_lease.outcomes import recorded
+from celery_lease.local import (
+    EagerRun,
+    MemoryBacking,
+    current_eager_run,
+    eager_run,
+    local_heartbeat,
+    replacing,
+    run_replaced,
+)
+from celery_lease.outcomes import REPLACED, recorded
 from celery_lease.policy import LeasePolicy
-from celery_lease.postpone import captured_retry, caught_by, postpone
+from celery_lease.postpone import Catcher, captured_retry, caught_by, postpone
+from celery_lease.replacement import Replaced, encode_replacement, send_replacement
 from celery_lease.results import (
     Defer,
     LeasedBackend,
@@ -45,7 +55,8 @@ from celery_lease.results import (
 )
 from celery_lease.states import RunState, is_dead_letter
 from celery_lease.store import Replay
-from celery_lease.trigger import EPOCH_HEADER, Envelope, fix_callback_ids, name_replacement
+from celery_lease.successors import fix_successors, name_member, steady_ids
+from celery_lease.trigger import EPOCH_HEADER, Envelope
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -153,13 +164,18 @@ class LeasedTask(Task):
         if is_plain(leasing, vars(request)):
             with bound(Lease(MemoryBacking(request.id, lambda: leasing.values))):
                 return body()
-        delivery = Delivery.of_request(request, queue=self.app.conf.task_default_queue)
+        delivery = Delivery.of_request(
+            request, queue=self.app.conf.task_default_queue, name=run_replaced
+        )
         forget_lease_headers(request)
         terms = leasing.terms(self.lease_policy)
         if delivery.interruptible:
             leasing.interrupts.install()
         asked_at = time.monotonic()
         admitted = Admission(leasing, self, request, delivery, terms).admit()
+        if request.is_eager:
+            eager = current_eager_run()
+            eager.run_id, eager.holder = delivery.run_id, delivery.holder
         if isinstance(admitted, Replay):
             return self._replay(leasing, delivery, admitted)
         signals.announce(
@@ -197,17 +213,24 @@ class LeasedTask(Task):
             return body()
 
         try:
-            with captured_retry() as retry:
+            with captured_retry() as caught:
                 value = execution.run(prepared_body)
-            if retry.envelope is not None:
+            if caught.replacement is not None:
+                raise Replaced
+            if caught.envelope is not None:
                 raise Retry("retry(throw=False)")
             self._committed(execution, lambda: execution.complete(value, deliver=deliver))
         except Defer:
             raise
         except Retry as again:
-            self._committed(execution, partial(postpone, execution, retry, again))
+            self._committed(execution, partial(postpone, execution, caught, again))
             voice.outcome = states.RETRY
             raise
+        except Replaced:
+            assert caught.replacement is not None
+            self._committed(execution, partial(execution.replace, caught.replacement))
+            voice.outcome = IGNORED
+            send_replacement(self.app, execution.run_id, caught.replacement)
         except Ignore:
             if not execution.ended:
                 self._committed(execution, execution.finish_ignored)
@@ -240,6 +263,8 @@ class LeasedTask(Task):
         """The body raised Celery's ``Reject``: again with a new message, or never."""
         if rejected.requeue:
             self._committed(execution, lambda: execution.hand_back("rejected"))
+            if self.request.is_eager:
+                return
             raise Ignore("rejected, to be tried again")
         self._committed(execution, partial(execution.fail, rejected, deliver=False))
 
@@ -259,8 +284,11 @@ class LeasedTask(Task):
         """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
         request = self.request
         voice.outcome = outcome
-        fix_callback_ids(run_id, request.callbacks, "link")
-        fix_callback_ids(run_id, request.errbacks, "link_error")
+        fix_successors(run_id, request)
+        if request.is_eager:
+            current_eager_run().outcome = outcome
+        else:
+            voice.until_sent.enter_context(steady_ids(run_id))
         if outcome == states.SUCCESS:
             request.errbacks = []
         else:
@@ -273,16 +301,19 @@ class LeasedTask(Task):
             _, _, embed = Envelope.load(replay.envelope).unpack()
             for name in ("callbacks", "errbacks", "chain", "chord"):
                 setattr(request, name, embed.get(name))
-        outcome = recorded(leasing.results, self.app.backend, replay)
         voice = voice_of(request.id)
         if not request.is_eager:
             voice.until_told.enter_context(no_soft_limit())
+        if replay.reason == REPLACED and replay.outcome is not None:
+            voice.outcome = IGNORED
+            send_replacement(self.app, delivery.run_id, replay.outcome)
+        outcome = recorded(leasing.results, self.app.backend, replay)
         self._after_commit(delivery.run_id, voice, _CELERY_STATES[outcome.state])
         voice.leaves = is_dead_letter(replay.dead_letter, replay.epoch, delivery.expected)
         if outcome.state is RunState.SUCCEEDED:
             return outcome.value
         assert outcome.error is not None
-        if outcome.state is RunState.REVOKED:
+        if outcome.state is RunState.REVOKED and not request.is_eager:
             self._tell_revoked(request, outcome.error)
             raise Told(str(outcome.error))
         raise outcome.error
@@ -303,6 +334,10 @@ class LeasedTask(Task):
         if catcher is None:
             return super().retry(*args, **kwargs)
         catcher.listening = True
+        # Celery does not look at it: the retry would leave its FIFO group, or fair queue.
+        group = (self.request.properties or {}).get("MessageGroupId")
+        if group is not None:
+            kwargs.setdefault("MessageGroupId", group)
         try:
             return super().retry(*args, **kwargs)
         finally:
@@ -327,12 +362,53 @@ class LeasedTask(Task):
         eager = self.app.conf.task_always_eager
         return bool(later) and not eager and Leasing.of(self.app).settings.enabled
 
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Celery's ``apply``: when it returns the outcome was told, so that the run is settled."""
+        run, told = EagerRun(), states.FAILURE
+        try:
+            with eager_run(run):
+                result = super().apply(*args, **kwargs)
+            if run.outcome == states.REVOKED and isinstance(result.result, TaskRevokedError):
+                result = EagerResult(result.id, result.result, states.REVOKED, name=self.name)
+            told = result.state
+            return result
+        except TaskRevokedError:
+            told = states.REVOKED
+            raise
+        finally:
+            if run.outcome is not None and run.outcome == told:
+                self._settle(run)
+
+    def _settle(self, run: EagerRun) -> None:
+        try:
+            Leasing.of(self.app).store.settle([(run.run_id, run.holder)])
+        except LeaseError as exc:
+            logger.warning("run=%s not settled, it will be replayed: %s", run.run_id, exc)
+
     def on_replace(self, sig: Any) -> Any:
         """Celery's ``replace``: this run ends, and its replacement is a run of its own."""
-        if caught_by() is not None and not self.request.is_eager:
+        request = self.request
+        caught = self._caught()
+        if caught is None:
+            return super().on_replace(sig)
+        if request.is_eager:
             self.lease.check()
-            name_replacement(self.lease.run_id, self.request.id, sig)
-        return super().on_replace(sig)
+            with replacing(request.id, self.lease.run_id):
+                return super().on_replace(sig)
+        caught.replacement = encode_replacement(self.app, self.lease.run_id, request.id, sig)
+        raise Replaced("Replaced by new task")
+
+    def add_to_chord(self, sig: Any, lazy: bool = False) -> Any:
+        """Celery's ``add_to_chord``; what a redone body adds again counts once."""
+        caught = self._caught()
+        if caught is not None:
+            self.lease.check()
+            name_member(self.lease.run_id, sig, caught.added)
+        return super().add_to_chord(sig, lazy)
+
+    def _caught(self) -> Catcher | None:
+        """The catcher, if the request is that of a leased execution, not of a call inside."""
+        return caught_by() if vars(self.request).get(_ENTERED) else None
 
     # -- Celery's hooks -----------------------------------------------------------------
 
@@ -386,6 +462,8 @@ class LeasedTask(Task):
         """Whether the outcome has to reach callbacks or a result backend."""
         if request.callbacks or request.errbacks or request.chain or request.chord:
             return True
+        if request.is_eager and not self.app.conf.task_store_eager_result:
+            return False  # its caller has it
         keeps_none = isinstance(self.app.backend, DisabledBackend)
         return not keeps_none and not self._ignores(request)
 
@@ -406,10 +484,10 @@ class LeasedTask(Task):
 def is_plain(leasing: Leasing, request: Mapping[str, Any]) -> bool:
     """Whether the task behaves as one of Celery's own: leases are switched off.
 
-    Not for a trigger above epoch 0: its run has begun under a lease, in a worker where they
-    are switched on, and must not begin again without one.
+    Not for a trigger, also at epoch 0: its run is known to the store, and done without a
+    lease it would be triggered, and done, once more.
     """
-    return not leasing.settings.enabled and not request.get(EPOCH_HEADER)
+    return not leasing.settings.enabled and request.get(EPOCH_HEADER) is None
 
 
 def forget_lease_headers(request: Any) -> None:

@@ -32,9 +32,7 @@ __all__ = [
     "STORED_HEADER",
     "Envelope",
     "Sender",
-    "fix_callback_ids",
     "message_headers",
-    "name_replacement",
 ]
 
 logger = logging.getLogger(__name__)
@@ -241,56 +239,3 @@ def message_headers(body: Any, publishing: Mapping[str, Any]) -> dict[str, Any]:
 def _serializer_of(content_type: str) -> str:
     name = serialization.registry.type_to_name.get(content_type)
     return str(name or content_type)
-
-
-def fix_callback_ids(run_id: str, signatures: Any, path: str) -> None:
-    """Give callbacks without an id a fixed one, so that a replay sends the same tasks.
-
-    Walks through groups, chains and chords; ids that are there stay.
-    """
-    if isinstance(signatures, Mapping):
-        signatures = [signatures]
-    for index, signature in enumerate(signatures or ()):
-        _fix(run_id, signature, f"{path}/{index}")
-
-
-def _fix(run_id: str, signature: Any, path: str) -> None:
-    if not isinstance(signature, Mapping):
-        return
-    options = signature.setdefault("options", {})  # type: ignore[attr-defined]  # a dict
-    if not options.get("task_id"):
-        options["task_id"] = str(uuid.uuid5(_namespace(run_id), path))
-    nested = signature.get("kwargs") or {}
-    if signature.get("subtask_type") in ("group", "chain"):
-        fix_callback_ids(run_id, nested.get("tasks"), f"{path}/tasks")
-    elif signature.get("subtask_type") == "chord":
-        fix_callback_ids(run_id, nested.get("header"), f"{path}/header")
-        fix_callback_ids(run_id, nested.get("body"), f"{path}/body")
-    fix_callback_ids(run_id, options.get("link"), f"{path}/link")
-    fix_callback_ids(run_id, options.get("link_error"), f"{path}/link_error")
-
-
-def name_replacement(run_id: str, task_id: str, signature: Any) -> None:
-    """Let the task that keeps its predecessor's id be a run of its own.
-
-    In a chain or a chord it is one of the steps that keeps the id. The name is the same each
-    time, so that a body which is redone sends the same replacement.
-    """
-    options = signature.setdefault("options", {})
-    nested = signature.get("kwargs") or {}
-    match signature.get("subtask_type"):
-        case "chain" | "group":
-            parts = nested.get("tasks") or ()
-        case "chord":
-            parts = [nested["body"]] if nested.get("body") else ()
-        case _:
-            parts = ()
-            if options.get("task_id") == task_id:
-                replacement = str(uuid.uuid5(_namespace(run_id), "replacement"))
-                options["headers"] = {**(options.get("headers") or {}), RUN_HEADER: replacement}
-    for part in parts:
-        name_replacement(run_id, task_id, part)
-
-
-def _namespace(run_id: str) -> uuid.UUID:
-    return uuid.uuid5(uuid.NAMESPACE_URL, f"celery-lease:{run_id}")

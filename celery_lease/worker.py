@@ -24,6 +24,7 @@ from celery_lease.loop import Loop
 from celery_lease.outage import Outage
 from celery_lease.reaper import Reaper
 from celery_lease.results import Defer
+from celery_lease.turns import Turns
 from celery_lease.visibility import Held, Visibility
 from celery_lease.visibility.sqs import SQSVisibility
 
@@ -39,7 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerSide:
-    """Heartbeat, reaper and keeper of one worker; requests talk to it."""
+    """Heartbeat, reaper and keeper of one worker; requests talk to it.
+
+    Where leases are switched off it keeps what triggers of known runs bring, and no more:
+    it sweeps nothing, and an outage of the store does not stop plain tasks.
+    """
 
     def __init__(self, leasing: Leasing, worker: Any) -> None:
         self._leasing = leasing
@@ -49,21 +54,23 @@ class WorkerSide:
         self.forks = _has_processes(worker.pool_cls)
         self.store: Store = leasing.store
         self.keeper = Keeper(self.board)
-        self.visibility: Visibility = SQSVisibility(timeout=leasing.settings.statement_timeout)
+        self.visibility: Visibility = SQSVisibility(
+            timeout=leasing.settings.statement_timeout,
+            retrigger_after=leasing.settings.retrigger_after,
+        )
+        self.turns = Turns()
         self.outage = Outage(worker, self._probe)
         settings = leasing.settings
+        tell = self.outage.tell if settings.enabled else _tell_nobody
         self.reaper = Reaper(
-            self.store,
-            leasing.sender.send,
-            interval=settings.reap_interval,
-            on_store=self.outage.tell,
+            self.store, leasing.sender.send, interval=settings.reap_interval, on_store=tell
         )
         self.heartbeat = Heartbeat(
             self.store,
             self.keeper,
             self.visibility,
             interval=settings.heartbeat,
-            on_store=self.outage.tell,
+            on_store=tell,
             on_abandoned=self.wake_reaper,
         )
         self._beats = Loop("lease-heartbeat", self._beat)
@@ -86,13 +93,14 @@ class WorkerSide:
         message: Any = None,
     ) -> None:
         """Keep a delivery from now on: its message at once, its lease when it is accepted."""
-        extend_at = float("inf")
+        extend_at = hidden_until = float("inf")
         if held is not None:
-            within = self.visibility.timeout_of(held) / 3
-            extend_at = held.received_at + min(within, terms.heartbeat)
-        self.keeper.add(
-            Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at, message)
-        )
+            timeout = self.visibility.timeout_of(held)
+            extend_at = held.received_at + min(timeout / 3, terms.heartbeat)
+            hidden_until = held.received_at + timeout
+        kept = Kept(delivery.run_id, delivery.holder, task, terms, held, slot, extend_at)
+        kept.hidden_until, kept.message = hidden_until, message
+        self.keeper.add(kept)
         self._beats.wake()
 
     def accepted(self, delivery: Delivery, task: str, terms: Terms, pid: int) -> None:
@@ -105,6 +113,10 @@ class WorkerSide:
             self.keep(delivery, task, terms)
             self.keeper.accepted(delivery.holder, pid, interruptible=self.forks)
 
+    def process(self, request: Any) -> None:
+        """Give a delivery to the pool, as Celery does, when there is a place."""
+        self._worker.process_task(request)
+
     def forget(self, holder: str) -> bool:
         """Nothing more is asked about this delivery's message; whether it was still hidden."""
         kept = self.keeper.forget(holder)
@@ -115,6 +127,7 @@ class WorkerSide:
         for kept in self.keeper.all():
             if kept.pid is None:
                 self.keeper.forget(kept.holder)
+        self.turns.keep_only({kept.holder for kept in self.keeper.all()})
 
     def give_back_waiting(self) -> None:
         """What waits for the pool goes back to the queue at once.
@@ -147,7 +160,8 @@ class WorkerSide:
         worker_ready.connect(self._on_ready, weak=False)
         self._tell_before_a_soft_shutdown()
         self._beats.start()
-        self._reaps.start()
+        if self._leasing.settings.enabled:
+            self._reaps.start()
 
     def _tell_before_a_soft_shutdown(self) -> None:
         """Celery 5.5+ lets bodies go on for a while, and tells of its shutdown only then."""
@@ -202,7 +216,7 @@ class WorkerSide:
 
     def _on_ready(self, **_: Any) -> None:
         consumer = getattr(self._worker.consumer, "task_consumer", None)
-        if consumer is not None:
+        if consumer is not None and self._leasing.settings.enabled:
             self.visibility.introduce(consumer.channel, [q.name for q in consumer.queues])
 
     def _on_shutting_down(self, **_: Any) -> None:
@@ -272,7 +286,7 @@ class LeaseStep(bootsteps.StartStopStep):
     """Adds the worker's side to every worker of an app with leased tasks.
 
     Made before the pool forks, so that children share its board. Refuses to start where
-    leases could not be kept.
+    leases could not be kept; switched off, it stays out of such a worker.
     """
 
     requires = frozenset({"celery.worker.components:Pool"})
@@ -280,10 +294,13 @@ class LeaseStep(bootsteps.StartStopStep):
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
         leasing = Leasing.of(worker.app)
-        self.enabled = leasing.settings.enabled
-        if not self.enabled:
+        try:
+            _refuse_what_cannot_work(worker)
+        except InvalidSetting:
+            self.enabled = False
+            if leasing.settings.enabled:
+                raise
             return
-        _refuse_what_cannot_work(worker)
         # Before the fork, so that it holds in pool children too.
         logging.getLogger("celery.app.trace").addFilter(_not_a_deferral)
         self._leasing = leasing
@@ -298,6 +315,12 @@ class LeaseStep(bootsteps.StartStopStep):
         """Check the schema and start the loops."""
         side = self._leasing.worker
         assert side is not None
+        if self._leasing.settings.enabled:
+            self._check_store(side)
+        side.start()
+
+    @staticmethod
+    def _check_store(side: WorkerSide) -> None:
         try:
             side.store.due(1)
         except StoreBusy:
@@ -305,7 +328,6 @@ class LeaseStep(bootsteps.StartStopStep):
         except StoreUnavailable as exc:
             logger.error("the lease store is away, nothing runs until it is back: %s", exc)
             side.outage.tell(False)
-        side.start()
 
     def stop(self, worker: Any) -> None:  # noqa: ARG002 - Celery's signature
         """Celery stops steps before the pool drains: ask the holders to yield, and let go of
@@ -326,6 +348,10 @@ def _has_processes(pool_cls: type) -> bool:
     from celery.concurrency.prefork import TaskPool  # noqa: PLC0415 - not in a producer
 
     return issubclass(pool_cls, TaskPool)
+
+
+def _tell_nobody(_reachable: bool) -> None:
+    """Plain tasks need no store."""
 
 
 def _not_a_deferral(record: logging.LogRecord) -> bool:

@@ -1,8 +1,9 @@
 """The services that tests need, where they are and what happens when they are not there.
 
 PostgreSQL is named by ``CELERY_LEASE_TEST_POSTGRESQL`` (an SQLAlchemy URL of a role that may
-create databases), or found on the usual local port. Without it the tests that need it are
-skipped with the reason; ``CELERY_LEASE_REQUIRE_SERVICES=1`` makes that a failure.
+create databases), Redis and RabbitMQ by ``CELERY_LEASE_TEST_REDIS`` and ``…_RABBITMQ``
+(broker URLs), or they are found on the usual local ports. Without them the tests that need
+them are skipped with the reason; ``CELERY_LEASE_REQUIRE_SERVICES=1`` makes that a failure.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
+from kombu import Connection
+from kombu.exceptions import OperationalError
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 
 NAMED_BY = "CELERY_LEASE_TEST_POSTGRESQL"
+BROKERS = {
+    "redis": ("CELERY_LEASE_TEST_REDIS", "redis://127.0.0.1:6379/0"),
+    "rabbitmq": ("CELERY_LEASE_TEST_RABBITMQ", "amqp://guest:guest@127.0.0.1:5672//"),
+}
 REQUIRED_BY = "CELERY_LEASE_REQUIRE_SERVICES"
 
 
@@ -45,6 +52,18 @@ def find_postgresql() -> str:
         else:
             return url.render_as_string(hide_password=False)
     raise ServiceMissing(f"no PostgreSQL was found; set {NAMED_BY} ({'; '.join(tried)})")
+
+
+def find_broker(name: str) -> str:
+    """The URL of a Redis or a RabbitMQ that answers; raises ``ServiceMissing``."""
+    named_by, usual = BROKERS[name]
+    url = os.environ.get(named_by, usual)
+    try:
+        with Connection(url, connect_timeout=5) as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0, timeout=5)
+    except (OSError, OperationalError, ImportError) as exc:
+        raise ServiceMissing(f"no {name} was found; set {named_by} ({exc})") from exc
+    return url
 
 
 @contextlib.contextmanager

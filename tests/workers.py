@@ -224,6 +224,23 @@ class Shop:
         slowly(taking, timeout=60, what=f"worker {worker.name} to be ready")
         return worker
 
+    def pause(self, worker: Worker) -> None:
+        """SIGSTOP, at a moment at which the worker has no file locked.
+
+        PostgreSQL ends the transaction of a paused client; a lock of SQLite's stays with it,
+        and everybody would wait for the end of the pause.
+        """
+        files = [str(self.results)]
+        if self.store_url.startswith("sqlite"):
+            files.append(str(self.store.connections.url.database))
+        for _ in range(100):
+            worker.stop()
+            if all(_unlocked(file) for file in files):
+                return
+            worker.cont()
+            time.sleep(_LOOK_EVERY)
+        raise AssertionError(f"worker {worker.name} never let go of {files}")
+
     def of(self, note: Mapping[str, Any]) -> Worker:
         """The worker whose body wrote this note."""
         name = note["node"].split("@")[0]
@@ -448,6 +465,16 @@ def slowly(condition: Callable[[], T], *, timeout: float = 40.0, what: str = "")
         return value
 
     return wait_until(look, timeout=timeout, what=what)
+
+
+def _unlocked(file: str) -> bool:
+    with contextlib.closing(sqlite3.connect(file, timeout=0.2)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return False
+        connection.execute("ROLLBACK")
+        return True
 
 
 @pytest.fixture

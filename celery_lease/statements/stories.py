@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Double, Integer, Text, and_, delete, insert, or_, select
+from sqlalchemy import Boolean, Double, Integer, Text, and_, delete, insert, or_, select
 from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.dialects.sqlite import insert as sqlite_upsert
 
@@ -65,8 +65,13 @@ _WITH_LEASE = run.outerjoin(
     lease, and_(lease.c.run_id == run.c.run_id, lease.c.epoch == run.c.epoch)
 )
 
+#: Work, or an outcome to deliver; not the id of a revoked run whose message was never seen.
+_TO_COME = and_(
+    run.c.settled_at.is_(None), or_(run.c.finished_at.is_(None), run.c.envelope.is_not(None))
+)
+
 RUN = select(*_SUMMARY).select_from(_WITH_LEASE).where(run.c.run_id == p("run_id"))
-#: The newest runs of a namespace, optionally of one state or task.
+#: The newest runs of a namespace, optionally of one state or task, or not settled yet.
 RUNS = (
     select(*_SUMMARY)
     .select_from(_WITH_LEASE)
@@ -74,6 +79,7 @@ RUNS = (
         run.c.namespace == p("namespace"),
         or_(p("state", Text).is_(None), run.c.state == p("state")),
         or_(p("task", Text).is_(None), run.c.task == p("task")),
+        or_(~p("unsettled", Boolean), _TO_COME),
     )
     .order_by(run.c.created_at.desc(), run.c.run_id)
     .limit(p("most", Integer))

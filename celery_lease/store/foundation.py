@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Executable
 
@@ -15,6 +15,7 @@ from celery_lease.store.connections import Connections
 
 __all__ = ["Foundation", "Rows", "add_event", "ask"]
 
+T = TypeVar("T")
 _NEVER = 0.0
 
 
@@ -111,7 +112,7 @@ def add_event(
 def _as_view(row: Any) -> RunView:
     grace = grace_of(row.policy)
     return RunView(
-        state=RunState(row.state),
+        state=_known(RunState, row.state),
         epoch=row.epoch,
         holder=row.holder,
         attempt=row.attempt,
@@ -121,11 +122,19 @@ def _as_view(row: Any) -> RunView:
         settled=row.settled_at is not None,
         settle_in=_or_never(row.settle_in),
         dead_letter=bool(row.dead_letter),
-        lease_status=None if row.status is None else LeaseStatus(row.status),
+        lease_status=None if row.status is None else _known(LeaseStatus, row.status),
         lease_left=_or_never(row.lease_left),
         grace_left=grace - row.suspect_for if row.suspect_for is not None else grace,
         grace=grace,
     )
+
+
+def _known(words: Callable[[str], T], word: str) -> T | str:
+    """The member of an enum, or the word itself if only a newer release has it."""
+    try:
+        return words(word)
+    except ValueError:
+        return word
 
 
 def _or_never(value: float | None) -> float:

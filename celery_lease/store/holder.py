@@ -100,14 +100,20 @@ class HolderVerbs(Foundation):
         return self._leave(grant, holding.PARK, RunState.PARKED, "parked", reason)
 
     def complete(
-        self, grant: Grant, outcome: bytes | None, *, deliver: bool, settle_in: float
+        self,
+        grant: Grant,
+        outcome: bytes | None,
+        *,
+        deliver: bool,
+        settle_in: float,
+        reason: str = "completed",
     ) -> None:
         """Commit the result; the run's only outcome until an operator resumes it."""
         self._end(
             grant,
             RunState.SUCCEEDED,
             outcome,
-            reason="completed",
+            reason=reason,
             deliver=deliver,
             settle_in=settle_in,
         )

@@ -131,10 +131,21 @@ class Operator(Claims):
         return rows[0] if rows else None
 
     def list_runs(
-        self, *, state: str | None = None, task: str | None = None, most: int = 50
+        self,
+        *,
+        state: str | None = None,
+        task: str | None = None,
+        unsettled: bool = False,
+        most: int = 50,
     ) -> list[Row]:
         """The newest runs of the namespace."""
-        given = {"namespace": self.namespace, "state": state, "task": task, "most": most}
+        given = {
+            "namespace": self.namespace,
+            "state": state,
+            "task": task,
+            "unsettled": unsettled,
+            "most": most,
+        }
         return self._rows(stories.RUNS, given)
 
     def leases(self, run_id: str) -> list[Row]:

@@ -15,6 +15,9 @@ from celery_lease.store.results import Ended, HandedOver
 
 __all__ = ["Recovery"]
 
+#: Not every other state: one of a newer release may have a lease.
+_NOT_RUNNING = frozenset(RunState) - {RunState.RUNNING}
+
 
 class Recovery(Foundation):
     """Only these end somebody else's lease; all are safe to run at once, in any number."""
@@ -158,7 +161,7 @@ class Recovery(Foundation):
         return [
             row.run_id
             for row in rows
-            if row.namespace == self.namespace and row.state != RunState.RUNNING
+            if row.namespace == self.namespace and row.state in _NOT_RUNNING
         ]
 
     def _next_unfinished(self, most: int) -> tuple[list[str], list[str]]:
@@ -184,7 +187,7 @@ class Recovery(Foundation):
     def _end_orphan(self, run_id: str) -> bool:
         def work(connection: Connection) -> bool:
             run = ask(connection, runs.LOCK_SKIP, {"run_id": run_id}).first()
-            if run is None or run.state == RunState.RUNNING:
+            if run is None or run.state not in _NOT_RUNNING:
                 return False
             given = {"run_id": run_id, "ended": LeaseStatus.RECLAIMED, "reason": "swept"}
             return ask(connection, leases.END_LEASE, given).first() is not None

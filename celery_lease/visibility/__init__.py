@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from celery_lease.visibility.facts import QueueFacts
 
 __all__ = ["Gone", "Held", "Visibility"]
 
@@ -23,6 +26,8 @@ class Held:
     receives: int | None
     #: What the module needs to talk about this queue.
     client: Any
+    #: The group whose messages are delivered one after the other; None: there is no such order.
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,9 @@ class Visibility(Protocol):
 
     def timeout_of(self, held: Held) -> float:
         """Seconds for which the broker hides a message of this queue by itself."""
+
+    def facts_of(self, held: Held) -> QueueFacts:
+        """What is known of this message's queue."""
 
     def extend(self, messages: Sequence[tuple[Held, float]]) -> list[Gone]:
         """Hide each message for so many seconds from now, in as few calls as possible."""

@@ -8,15 +8,19 @@ database alone decides who may run what.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from celery_lease.complaints import Complaints
 from celery_lease.visibility import Gone, Held
+from celery_lease.visibility.answers import DENIED, FINAL_CODES, code_of, is_denied
+from celery_lease.visibility.clients import Clients
+from celery_lease.visibility.facts import QueueFacts, shortcomings
 
 __all__ = ["LONGEST_HIDDEN", "SQSVisibility"]
 
@@ -25,32 +29,25 @@ logger = logging.getLogger(__name__)
 #: Twelve hours less a second: SQS refuses to hide a message for longer than 43200 s in all.
 LONGEST_HIDDEN = 43199
 _BATCH = 10
-_UNKNOWN_TIMEOUT = 30.0
-_DENIED = {"AccessDenied", "AccessDeniedException", "403"}
-_GONE = {
-    "InvalidParameterValue",
-    "InvalidParameterValueException",
-    "InvalidParameterCombination",
-    "MessageNotInflight",
-    "AWS.SimpleQueueService.MessageNotInflight",
-    "ReceiptHandleIsInvalid",
-    "AWS.SimpleQueueService.NonExistentQueue",
-    "QueueDoesNotExist",
-}
+#: Seconds until a queue that could not be asked is asked again.
+_ASK_AGAIN = 60.0
+#: kombu gives messages of FIFO queues this group if the sender names none.
+_GROUP_OF_THE_REST = "default"
 
 
 class SQSVisibility:
     """Keeps messages of SQS queues hidden; safe to use from several threads."""
 
-    def __init__(self, *, timeout: float = 5.0) -> None:
-        self._timeout = timeout
-        self._clients: dict[int, tuple[Any, Any]] = {}
-        self._timeouts: dict[str, float] = {}
-        self._warned: set[str] = set()
-        self._lock = threading.Lock()
+    def __init__(self, *, timeout: float = 5.0, retrigger_after: float = 900.0) -> None:
+        self._clients = Clients(timeout=timeout)
+        self._retrigger_after = retrigger_after
+        self._facts: dict[str, tuple[QueueFacts, float]] = {}
+        self._complaints = Complaints(logger)
+
+    # -- queues ---------------------------------------------------------------------------
 
     def introduce(self, channel: Any, queues: Sequence[str]) -> None:
-        """Read the real VisibilityTimeout of each queue; it need not be the app's.
+        """Read each queue's real attributes and say what does not fit the settings.
 
         kombu's ``visibility_timeout`` option counts only for queues that kombu creates.
         """
@@ -58,62 +55,66 @@ class SQSVisibility:
             return
         asked = channel.transport_options.get("visibility_timeout")
         for name in queues:
-            held = self._hold_nothing(channel, name)
-            real = self.timeout_of(held)
-            if asked is not None and real != asked:
-                self._warn_once(
-                    f"queue {name} hides a received message for {real:g} s, not for the "
-                    f"visibility_timeout = {asked:g} s of broker_transport_options, which counts "
-                    f"only for queues that Celery creates; the heartbeat follows the {real:g} s"
-                )
+            url = channel._new_queue(name)  # noqa: SLF001 - kombu's only way from a name to a URL
+            nothing = Held("", url, time.monotonic(), None, self._clients.of(channel, url, name))
+            facts = self.facts_of(nothing)
+            if facts.retention is None:  # nothing could be read, which has been said
+                continue
+            for text in shortcomings(
+                name, facts, asked=asked, retrigger_after=self._retrigger_after
+            ):
+                self._complaints.say(text, logging.WARNING, "%s", text)
 
-    def _hold_nothing(self, channel: Any, name: str) -> Held:
-        """A queue as if a message of it were held."""
-        url = channel._new_queue(name)  # noqa: SLF001 - kombu's only way from a name to a URL
-        return Held("", url, time.monotonic(), None, self._client_of(channel, name))
+    def facts_of(self, held: Held) -> QueueFacts:
+        """The attributes of this message's queue, asked once."""
+        facts, good_until = self._facts.get(held.queue, (None, 0.0))
+        if facts is None or time.monotonic() > good_until:
+            facts, good_until = self._ask(held)
+            self._facts[held.queue] = facts, good_until
+        return facts
+
+    def timeout_of(self, held: Held) -> float:
+        """The queue's own VisibilityTimeout; 30 s if we may not read it."""
+        return self.facts_of(held).visibility_timeout
+
+    def _ask(self, held: Held) -> tuple[QueueFacts, float]:
+        try:
+            # All: SQS refuses to be asked for FifoQueue on a queue that is not one.
+            answer = held.client.get_queue_attributes(QueueUrl=held.queue, AttributeNames=["All"])
+            return QueueFacts.of(held.queue, answer["Attributes"]), math.inf
+        except Exception as exc:  # noqa: BLE001 - boto's errors share no base with the network's
+            unknown = QueueFacts.unknown(held.queue)
+            denied = is_denied(exc)
+            self._complaints.say(
+                f"facts {held.queue}",
+                logging.WARNING,
+                "the attributes of %s cannot be read (%s); assuming a visibility timeout of %g s%s",
+                held.queue,
+                exc,
+                unknown.visibility_timeout,
+                ". Allow sqs:GetQueueAttributes" if denied else "",
+            )
+            return unknown, math.inf if denied else time.monotonic() + _ASK_AGAIN
+
+    # -- messages -------------------------------------------------------------------------
 
     def hold(self, message: Any) -> Held | None:
-        """The receipt handle, queue and receive count of a kombu message from SQS."""
+        """The receipt handle, queue, group and receive count of a kombu message from SQS."""
         info = message.delivery_info or {}
         received = info.get("sqs_message")
         url = info.get("sqs_queue")
         if not received or not url:
             return None
+        # Celery calls it in its main loop, where an error of kombu's would end the worker.
+        message.ack = functools.partial(self._ack, message, message.ack)
         return Held(
             handle=received["ReceiptHandle"],
             queue=url,
             received_at=time.monotonic(),
             receives=_count(received),
-            client=self._client_of(message.channel, info.get("routing_key")),
+            client=self._clients.of(message.channel, url, info.get("routing_key")),
+            group=_group(message, received) if url.endswith(".fifo") else None,
         )
-
-    def timeout_of(self, held: Held) -> float:
-        """The queue's own VisibilityTimeout, asked once; 30 s if we may not read it."""
-        known = self._timeouts.get(held.queue)
-        if known is not None:
-            return known
-        timeout = self._ask_timeout(held)
-        self._timeouts[held.queue] = timeout
-        if timeout < 3:
-            self._warn_once(
-                f"queue {held.queue} hides a received message for only {timeout:g} s: "
-                "duplicates will be deferred instead of avoided; set its VisibilityTimeout "
-                "to 30 s or more"
-            )
-        return timeout
-
-    def _ask_timeout(self, held: Held) -> float:
-        try:
-            answer = held.client.get_queue_attributes(
-                QueueUrl=held.queue, AttributeNames=["VisibilityTimeout"]
-            )
-            return float(answer["Attributes"]["VisibilityTimeout"])
-        except Exception as exc:  # noqa: BLE001 - boto's errors share no base with the network's
-            self._warn_once(
-                f"the visibility timeout of {held.queue} cannot be read ({exc}); assuming "
-                f"{_UNKNOWN_TIMEOUT:g} s. Allow sqs:GetQueueAttributes"
-            )
-            return _UNKNOWN_TIMEOUT
 
     def extend(self, messages: Sequence[tuple[Held, float]]) -> list[Gone]:
         """Hide the messages longer; those that could not be are returned.
@@ -148,18 +149,17 @@ class SQSVisibility:
                 ],
             )
         except Exception as exc:  # noqa: BLE001 - boto's errors share no base with the network's
-            code = _code(exc)
-            self._report(code, batch[0][0].queue, exc)
-            answered = code is not None
-            return [Gone(held, code or "network", str(exc), final=False) for held, _ in batch], (
-                answered
-            )
+            self._not_hidden(batch[0][0].queue, exc)
+            answered = code_of(exc)
+            code = DENIED if is_denied(exc) else answered or "network"
+            failed = [Gone(held, code, str(exc), final=False) for held, _ in batch]
+            return failed, answered is not None
         return [
             Gone(
                 batch[int(entry["Id"])][0],
                 str(entry.get("Code")),
                 str(entry.get("Message", "")),
-                final=entry.get("Code") in _GONE,
+                final=entry.get("Code") in FINAL_CODES,
             )
             for entry in answer.get("Failed", ())
         ], True
@@ -176,54 +176,48 @@ class SQSVisibility:
                     QueueUrl=held.queue, ReceiptHandle=held.handle, VisibilityTimeout=allowed
                 )
             except Exception as exc:  # noqa: BLE001 - it comes back by itself in any case
-                logger.info("could not defer a message of %s: %s", held.queue, exc)
+                if is_denied(exc):
+                    self._not_hidden(held.queue, exc)
+                else:
+                    logger.info("could not defer a message of %s: %s", held.queue, exc)
         message.channel.qos.ack(message.delivery_tag)
 
-    def _client_of(self, channel: Any, name: str | None) -> Any:
-        """A copy of kombu's client with short time-outs, made once a client."""
-        queue = channel.canonical_queue_name(name) if name else None
-        original = channel.sqs(queue=queue if channel.predefined_queues else None)
-        with self._lock:
-            known = self._clients.get(id(original))
-            if known is None:
-                known = self._clients[id(original)] = (original, self._copy(original))
-        return known[1]
-
-    def _copy(self, original: Any) -> Any:
-        from botocore.client import Config  # noqa: PLC0415 - boto3 is loaded when SQS is used
-        from botocore.session import get_session  # noqa: PLC0415
-
-        session = get_session()
-        session._credentials = original._request_signer._credentials  # noqa: SLF001
-        config = original.meta.config.merge(
-            Config(
-                connect_timeout=min(2.0, self._timeout),
-                read_timeout=self._timeout,
-                retries={"total_max_attempts": 1},
+    def _ack(self, message: Any, ack: Callable[..., None], *args: Any, **options: Any) -> None:
+        """What kombu does, but a missing permission does not end the worker."""
+        try:
+            ack(*args, **options)
+        except Exception as exc:
+            if not is_denied(exc):
+                raise
+            queue = message.delivery_info["sqs_queue"]
+            self._complaints.say(
+                f"delete {queue}",
+                logging.ERROR,
+                "messages of %s cannot be deleted: %s. Allow sqs:DeleteMessage; until then each "
+                "comes back after the queue's visibility timeout, and is dropped again",
+                queue,
+                exc,
             )
-        )
-        return session.create_client(
-            "sqs",
-            region_name=original.meta.region_name,
-            endpoint_url=original.meta.endpoint_url,
-            config=config,
-        )
+            message.channel.qos.ack(message.delivery_tag)
 
-    def _report(self, code: str | None, queue: str, exc: Exception) -> None:
-        if code in _DENIED:
-            logger.error(
+    def _not_hidden(self, queue: str, exc: Exception) -> None:
+        if is_denied(exc):
+            self._complaints.say(
+                f"hide {queue}",
+                logging.ERROR,
                 "messages of %s cannot be kept hidden: %s. Allow sqs:ChangeMessageVisibility; "
                 "until then duplicates come back after the queue's own timeout",
                 queue,
                 exc,
             )
         else:
-            logger.warning("could not keep messages of %s hidden: %s", queue, exc)
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning("%s", text)
+            self._complaints.say(
+                f"hide {queue} {code_of(exc) or type(exc).__name__}",
+                logging.WARNING,
+                "could not keep messages of %s hidden: %s",
+                queue,
+                exc,
+            )
 
 
 def _allowed(held: Held, seconds: float) -> int | None:
@@ -248,6 +242,7 @@ def _count(received: dict[str, Any]) -> int | None:
         return None
 
 
-def _code(exc: Exception) -> str | None:
-    response = getattr(exc, "response", None)
-    return response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+def _group(message: Any, received: dict[str, Any]) -> str:
+    """The FIFO group: SQS's own word for it if kombu has asked for it, else the sender's."""
+    told = (received.get("Attributes") or {}).get("MessageGroupId")
+    return str(told or (message.properties or {}).get("MessageGroupId") or _GROUP_OF_THE_REST)

@@ -30,7 +30,7 @@ def test_a_paused_holder_that_comes_back_changes_nothing(shop: Shop, pool: str) 
     for run in runs.values():
         assert shop.entered(run)["epoch"] == 1
     new = shop.launch("w2", slots=len(ENDINGS), pool=pool)
-    old.stop()
+    shop.pause(old)
     for run in runs.values():
         assert shop.of(shop.entered(run, times=2)) is new
     for ending in ENDINGS:
@@ -105,7 +105,7 @@ def test_a_holder_cut_off_and_paused_can_neither_write_nor_ask_again(
         assert shop.entered(run)["epoch"] == 1
         slowly(lambda: somebody.asked == [("/first", "1")], what="the first request")
         proxy.pause()
-        old.stop()
+        shop.pause(old)
 
         (new,) = shop.start("w2")
         assert shop.of(shop.entered(run, times=2)) is new

@@ -303,6 +303,18 @@ class TestTheListings:
         assert listed(task="a.task") == ["-2", "-1", "-0"]
         assert listed(task="a.task", state="ready") == ["-2", "-0"]
 
+    def test_list_what_is_still_to_come(self, store: Store, run_id: str, terms: Terms) -> None:
+        enqueue(store, f"{run_id}-ready", terms)
+        claim(store, f"{run_id}-running", terms)
+        told = claim(store, f"{run_id}-told", terms)
+        complete(store, told)
+        store.settle([(told.run_id, told.holder)])
+        complete(store, claim(store, f"{run_id}-untold", terms))
+        store.revoke(f"{run_id}-ready-and-revoked")
+        runs = store.list_runs(unsettled=True)
+        listed = {one["run_id"].removeprefix(run_id) for one in runs}
+        assert listed == {"-ready", "-running", "-untold"}
+
     def test_tell_the_history_of_ownership(self, store: Store, run_id: str, terms: Terms) -> None:
         first = claim(store, run_id, terms)
         reclaim(store, first)

@@ -375,6 +375,20 @@ class TestFifo:
         fifo.delete(handle)
         assert fifo.bodies() == ["2"]
 
+    def test_one_receive_may_bring_several_of_a_group_in_order(self, fifo: Queue) -> None:
+        """Guide, "FIFO queue delivery logic in Amazon SQS": as many of one group as possible."""
+        self.send(fifo, "1", "2")
+        assert fifo.bodies(2) == ["1", "2"]
+
+    def test_a_hidden_successor_blocks_its_group_too(self, fifo: Queue) -> None:
+        """Guide, "FIFO queue delivery logic in Amazon SQS": until it is deleted or visible."""
+        self.send(fifo, "1", "2")
+        first, second = (str(message["ReceiptHandle"]) for message in fifo.receive(2))
+        fifo.hide(first, 0)
+        assert fifo.bodies() == []
+        fifo.hide(second, 0)
+        assert fifo.bodies(2) == ["1", "2"]
+
     def test_a_message_that_comes_back_goes_before_its_successors(self, fifo: Queue) -> None:
         """Guide, "FIFO queue delivery logic in Amazon SQS": the order in a group is kept."""
         self.send(fifo, "1", "2")
@@ -395,6 +409,22 @@ class TestFifo:
         """API, "SendMessage": MessageGroupId is required for FIFO queues."""
         with refused("MissingParameter", "MessageGroupId"):
             fifo.send(MessageDeduplicationId="1")
+
+
+class TestFairQueues:
+    def test_a_standard_queue_keeps_the_group_and_holds_nothing_back(self, queue: Queue) -> None:
+        """Guide, "Amazon SQS fair queues": a tenant's id, which orders and blocks nothing."""
+        for body in ("1", "2"):
+            queue.send(body, MessageGroupId="tenant")
+        assert [message.group for message in queue.sqs.messages(queue.name)] == ["tenant"] * 2
+        first = queue.receive(MessageSystemAttributeNames=["MessageGroupId"])
+        assert first[0]["Attributes"] == {"MessageGroupId": "tenant"}
+        assert queue.bodies() == ["2"]
+
+    def test_it_takes_no_deduplication_id(self, queue: Queue) -> None:
+        """API, "SendMessage": MessageDeduplicationId applies only to FIFO queues."""
+        with refused("InvalidParameterValue", "not valid for this queue type"):
+            queue.send(MessageGroupId="tenant", MessageDeduplicationId="1")
 
 
 class TestQueues:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -89,6 +90,26 @@ def test_the_page_shows_how_a_suspect_lease_is_listed(app: Celery) -> None:
     leasing.store.suspect(RUN, 1)
     assert re.search(r"suspect, (19|20) s ago", call(app, "runs").output)
     assert "suspect, 19 s ago" in PAGE
+
+
+def test_the_page_shows_what_becomes_of_a_revoked_run(app: Celery) -> None:
+    fresh = "7b0c1c9e-29f5-4b0e-8f0c-0b7a3a4c9d10"
+    asked = f'lease revoke {fresh} --reason "customer cancelled"'
+    assert call(app, *shlex.split(asked)[1:]).output == shown(asked)
+    assert call(app, "revoke", fresh, "--json").output.startswith(f'[{{"run_id": "{fresh}"')
+    run(app)
+    for asked in (f"revoke {RUN}", f"revoke {RUN} --json"):
+        assert call(app, *asked.split()).output == shown(f"lease {asked}")
+
+
+def test_only_what_is_not_settled_is_listed_if_asked(app: Celery) -> None:
+    leasing = Leasing.of(app)
+    run(app)
+    leasing.store.claim("held", 0, "two@vm/1", task="t", terms=leasing.terms(None))
+    leasing.store.claim("stopped", 0, "two@vm/2", task="t", terms=leasing.terms(None), envelope=b"")
+    call(app, "revoke", "stopped", "never-seen")
+    printed = json.loads(call(app, "runs", "--unsettled", "--json").output)
+    assert {one["run_id"] for one in printed} == {"held", "stopped"}
 
 
 @pytest.mark.parametrize("command", lease.commands.values(), ids=str)

@@ -27,6 +27,7 @@ from celery_lease.request import LeasedRequest
 from celery_lease.store import Store
 from celery_lease.testing.clock import advance_database_clock
 from celery_lease.visibility import Gone, Held
+from celery_lease.visibility.facts import QueueFacts
 from celery_lease.worker import WorkerSide
 
 __all__ = ["Guest", "app_of"]
@@ -69,6 +70,10 @@ class Hidden:
     def timeout_of(self, held: Held) -> float:
         """As SQS has it."""
         return 30.0
+
+    def facts_of(self, held: Held) -> QueueFacts:
+        """As SQS has them by default."""
+        return QueueFacts(dead_letters=False)
 
     def extend(self, messages: Sequence[tuple[Held, float]]) -> list[Gone]:
         """Kept."""

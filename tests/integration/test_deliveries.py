@@ -205,14 +205,16 @@ def test_on_a_fifo_queue_refused_handles_do_not_hurt_the_worker(shop: Shop) -> N
     run = shop.send("hold", "go", 1, queue=queue, MessageGroupId="a")
     shop.entered(run)
 
-    # In the heartbeat: the message is hidden no longer, and comes back as a duplicate, whose
-    # deferral is refused as well.
+    # In the heartbeat: the message is hidden no longer, and comes back to wait for its turn. A
+    # duplicate in another group does not wait; its deferral is refused as well.
     refused = shop.sqs.faults.fail(
         "ChangeMessageVisibility",
         code="InvalidParameterValue",
         message="Message does not exist or is not available for visibility timeout change.",
     )
     shop.sqs.clock.advance(60)
+    worker.logged(f"[{run}] received", times=2)
+    shop.send("hold", "go", 1, queue=queue, MessageGroupId="b", task_id=run)
     shop.event(run, "duplicate_deferred")
     slowly(lambda: refused.fired, what="the refused deferral")
     worker.logged("is not kept hidden any more")

@@ -18,6 +18,7 @@ from celery_lease.policy import LeasePolicy, Terms
 from celery_lease.settings import Settings
 from celery_lease.store import Grant, Store
 from celery_lease.visibility import Gone, Held
+from celery_lease.visibility.answers import DENIED
 
 
 class Clock:
@@ -209,6 +210,25 @@ def test_a_message_whose_twelve_hours_are_over_is_let_be_and_the_lease_goes_on(
     assert len(broker.asked) == 1
     assert kept.lost == ""
     assert kept.claimed
+
+
+def test_a_missing_permission_is_asked_for_with_each_heartbeat_and_not_each_second(
+    heartbeat: Heartbeat,
+    keep: Callable[..., tuple[Kept, Grant]],
+    broker: RecordingBroker,
+    clock: Clock,
+    run_id: str,
+) -> None:
+    kept, _ = keep(run_id)
+    broker.fail = lambda held: Gone(held, DENIED, "not authorized", final=False)
+    heartbeat.run_once()
+    clock.time += 2
+    heartbeat.run_once()
+    assert len(broker.asked) == 1
+    clock.time += 30
+    heartbeat.run_once()
+    assert len(broker.asked) == 2
+    assert kept.lost == ""
 
 
 def test_a_failure_of_the_network_is_tried_again_a_second_later(

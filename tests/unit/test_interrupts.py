@@ -58,6 +58,18 @@ def test_a_late_signal_does_not_hit_the_next_task(interrupts: Interrupts) -> Non
     _signal_myself()
 
 
+def test_after_an_eager_task_in_the_body_its_own_loss_counts_again(
+    interrupts: Interrupts, slot: Slot
+) -> None:
+    with interrupts.watching(slot, "outer", 3):
+        with interrupts.watching(None, "eager", 1):
+            slot.mark_lost("reclaimed")
+            _signal_myself()
+        with pytest.raises(LeaseLost) as lost:
+            interrupts.check()
+    assert (lost.value.run_id, lost.value.epoch) == ("outer", 3)
+
+
 def test_inside_a_shield_the_signal_waits_for_the_next_check(
     interrupts: Interrupts, slot: Slot
 ) -> None:

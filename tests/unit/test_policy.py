@@ -108,6 +108,11 @@ class TestTermsInARun:
         stored = json.dumps({**json.loads(terms().dump()), "novelty": 1})
         assert Terms.load(stored) == terms()
 
+    def test_have_the_default_of_what_an_older_release_did_not_know(self) -> None:
+        stored = json.loads(terms(max_attempts=2).dump())
+        del stored["max_replays"]
+        assert Terms.load(json.dumps(stored)) == terms(max_attempts=2)
+
     def test_give_the_grace_to_those_who_need_no_more(self) -> None:
         assert grace_of(terms().dump()) == 35.0
         assert grace_of("{}") == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from celery_lease.errors import LeaseError, StoreBusy, StoreUnavailable
 from celery_lease.reaper import Reaper
@@ -70,3 +71,20 @@ def test_a_broker_that_is_away_is_not_asked_for_every_trigger() -> None:
     store: Any = Store(due=50)
     Reaper(store, send).run_once()
     assert len(asked) == 3
+
+
+def test_a_queue_without_the_permission_to_send_does_not_hold_up_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    denied = ClientError({"Error": {"Code": "AccessDenied", "Message": "no"}}, "SendMessage")
+
+    def send(run_id: str, _epoch: int) -> bool:
+        if run_id == "run-49":
+            return True
+        raise denied
+
+    store: Any = Store(due=50)
+    reaper = Reaper(store, send)
+    assert [reaper.run_once().triggered, reaper.run_once().triggered] == [1, 1]
+    warnings = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warnings) == 1

@@ -24,6 +24,14 @@ class TestAMissingService:
         with pytest.raises(pytest.skip.Exception, match="no PostgreSQL was found"):
             services.missing(str(missing.value))
 
+    @pytest.mark.parametrize("broker", services.BROKERS)
+    def test_may_be_a_broker(self, broker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        named_by, usual = services.BROKERS[broker]
+        scheme = usual.partition(":")[0]
+        monkeypatch.setenv(named_by, f"{scheme}://127.0.0.1:1//")
+        with pytest.raises(services.ServiceMissing, match=f"no {broker} was found; set {named_by}"):
+            services.find_broker(broker)
+
     def test_fails_a_test_where_services_are_required(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

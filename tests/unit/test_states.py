@@ -171,6 +171,12 @@ def test_a_delivery_of_a_run_that_needs_somebody_is_dropped(state: RunState) -> 
     assert decided(replace(READY, state=state)) == Decision(Step.DROP, state.value)
 
 
+def test_a_delivery_of_a_run_in_a_newer_releases_state_is_left_to_that_release() -> None:
+    for epoch in (0, EPOCH, EPOCH + 1):
+        view = replace(READY, state="frozen")
+        assert decided(view, epoch) == Decision(Step.DROP, "unknown_state")
+
+
 class TestADeliveryOfAReadyRun:
     def test_of_an_older_epoch_sends_the_trigger_that_nobody_has_sent(self) -> None:
         assert decided(replace(READY, untriggered=True), EPOCH - 1).step is Step.TRIGGER
@@ -216,6 +222,11 @@ class TestADeliveryOfARunningRun:
     ) -> None:
         decision = decided(RUNNING, expected, receives=receives, sweep=10.0)
         assert decision == Decision(Step.DEFER, "duplicate", 60.0 + 35.0 + 10.0)
+
+    @pytest.mark.parametrize("receives", [3, 4, 100])
+    def test_is_never_dropped_where_it_holds_its_group_back(self, receives: int) -> None:
+        decision = decided(RUNNING, receives=receives, in_group=True)
+        assert (decision.step, decision.reason) == (Step.DEFER, "duplicate")
 
     @pytest.mark.parametrize("receives", [3, 4, 100])
     def test_is_dropped_from_the_third_receive_on(self, receives: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_lease.errors import NotSerializable
-from celery_lease.trigger import Envelope, fix_callback_ids
+from celery_lease.trigger import Envelope
 
 EMBED = {"callbacks": [{"task": "after"}], "errbacks": None, "chain": None, "chord": None}
 
@@ -67,32 +67,3 @@ def test_each_sending_to_a_fifo_queue_has_a_deduplication_id_of_its_own() -> Non
 def test_arguments_that_cannot_be_encoded_are_refused() -> None:
     with pytest.raises(NotSerializable, match="arguments"):
         _pack(args=(object(),))
-
-
-def test_callbacks_without_an_id_get_the_same_id_each_time() -> None:
-    def signatures() -> list[dict[str, object]]:
-        return [
-            {"task": "a", "options": {}},
-            {"task": "b", "options": {"task_id": "given"}},
-            {
-                "task": "celery.group",
-                "subtask_type": "group",
-                "options": {},
-                "kwargs": {"tasks": [{"task": "c", "options": {"link": [{"task": "d"}]}}]},
-            },
-        ]
-
-    first, second, other = signatures(), signatures(), signatures()
-    fix_callback_ids("run-1", first, "link")
-    fix_callback_ids("run-1", second, "link")
-    fix_callback_ids("run-2", other, "link")
-    assert first == second
-    assert first != other
-    assert first[1]["options"] == {"task_id": "given"}
-    ids = {
-        first[0]["options"]["task_id"],  # type: ignore[index]
-        first[2]["options"]["task_id"],  # type: ignore[index]
-        first[2]["kwargs"]["tasks"][0]["options"]["task_id"],  # type: ignore[index]
-        first[2]["kwargs"]["tasks"][0]["options"]["link"][0]["options"]["task_id"],  # type: ignore[index]
-    }
-    assert len(ids) == 4

@@ -12,6 +12,7 @@ from celery_lease.testing.sqs.calls import CallLog
 from celery_lease.testing.sqs.clock import ServerClock
 from celery_lease.testing.sqs.faults import Faults
 from celery_lease.testing.sqs.rules import Mode, QueueState
+from celery_lease.testing.sqs.sts import Sessions
 
 if TYPE_CHECKING:
     from moto.sqs.models import Queue
@@ -34,6 +35,8 @@ class Account:
     clock: ServerClock = field(init=False)
     faults: Faults = field(default_factory=Faults)
     calls: CallLog = field(default_factory=CallLog)
+    #: What STS has granted.
+    sessions: Sessions = field(default_factory=Sessions)
     #: moto's queues: name, attributes, tags. Their own message lists stay empty.
     queues: dict[str, Queue] = field(default_factory=dict)
     #: The messages of each queue.
@@ -65,5 +68,6 @@ class Account:
             self.states.clear()
             self.faults.clear()
             self.calls.clear()
+            self.sessions.clear()
             self.clock.reset()
             self.changed.notify_all()

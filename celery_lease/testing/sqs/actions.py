@@ -16,8 +16,8 @@ from celery_lease.testing.sqs.limits import Refusal
 from celery_lease.testing.sqs.wire import Answer, error_answer, short_code
 
 DENIED_MESSAGE = (
-    "User: arn:aws:iam::123456789012:user/strict is not authorized to perform: sqs:{action} "
-    "on resource: {queue} because no identity-based policy allows the sqs:{action} action"
+    "User: arn:aws:iam::123456789012:user/strict is not authorized to perform: {action} "
+    "on resource: {resource} because no identity-based policy allows the {action} action"
 )
 
 

@@ -24,6 +24,8 @@ class Call:
     error: str | None
     #: The same for each refused entry of a batch that was answered 200.
     entry_errors: tuple[str, ...] = ()
+    #: Whose keys it was signed with; those of an assumed role begin with `ASIA`.
+    access_key: str = ""
 
 
 class CallLog:

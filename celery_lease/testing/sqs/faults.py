@@ -27,6 +27,7 @@ MESSAGE_ACTIONS: Final = frozenset(
 )
 ACTIONS: Final = MESSAGE_ACTIONS | {
     "AddPermission",
+    "AssumeRole",
     "CreateQueue",
     "DeleteQueue",
     "GetQueueAttributes",
@@ -84,6 +85,7 @@ class Faults:
     _orders: list[Fault] = field(default_factory=list)
     _denied: set[str] = field(default_factory=set)
     _reordered: bool = False
+    _session_seconds: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(
@@ -146,17 +148,30 @@ class Faults:
         with self._lock:
             self._reordered = True
 
+    def shorten_sessions(self, seconds: float) -> None:
+        """Let every session of an assumed role that begins from now on end after this time.
+
+        AWS grants 900 s at least, which is long for a test.
+        """
+        self._session_seconds = seconds
+
     def clear(self) -> None:
         """End every fault."""
         with self._lock:
             self._orders.clear()
             self._denied.clear()
             self._reordered = False
+            self._session_seconds = None
 
     @property
     def reordered(self) -> bool:
         """Whether `reorder` is in force."""
         return self._reordered
+
+    @property
+    def session_seconds(self) -> float | None:
+        """How long new sessions last, if `shorten_sessions` is in force."""
+        return self._session_seconds
 
     def plan(self, action: str) -> Plan:
         """Count one call of the action and say what is to happen to it."""

@@ -23,6 +23,7 @@ POINTS: dict[str, tuple[type, str, str]] = {
     "before reserve": (Store, "reserve", "before"),
     "before publish": (Sender, "_publish", "before"),
     "after publish": (Sender, "_publish", "after"),
+    "before complete": (Store, "complete", "before"),
     "after complete": (Store, "complete", "after"),
     "before acknowledge": (LeasedRequest, "acknowledge", "before"),
 }
