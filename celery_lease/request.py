@@ -21,14 +21,12 @@ from celery.utils.functional import maybe_list
 from celery.worker import state as worker_state
 from celery.worker.request import Request
 
-from celery_lease import signals
 from celery_lease.application import Leasing
-from celery_lease.delivery import REQUEST_KEY, Delivery, envelope_of, is_unheld, new_holder
+from celery_lease.delivery import REQUEST_KEY, Delivery, new_holder
 from celery_lease.fates import Kind, fate_of
-from celery_lease.outcomes import encode_failure
+from celery_lease.parent import Parent
 from celery_lease.results import Defer, Left, Told, Voice, speaking
-from celery_lease.states import DEAD_LETTER_DELAY, LIVE, LeaseStatus
-from celery_lease.store import Ended, Grant
+from celery_lease.states import DEAD_LETTER_DELAY
 from celery_lease.successors import fix_successors, steady_ids
 from celery_lease.trigger import EPOCH_HEADER
 from celery_lease.turns import Turn
@@ -37,7 +35,6 @@ __all__ = ["LeasedRequest"]
 
 logger = logging.getLogger(__name__)
 
-_LIVE = {str(status) for status in LIVE}
 _RETRY_DELAY = 5.0
 
 
@@ -80,6 +77,7 @@ class LeasedRequest(Request):
             receives=held.receives if held else None,
             received_at=time.monotonic(),
             can_defer=held is not None,
+            can_leave=worker.can_leave(held),
             attended=True,
             interruptible=worker.forks,
             in_group=held is not None and held.group is not None,
@@ -88,6 +86,9 @@ class LeasedRequest(Request):
             content_type=self._content_type or "application/json",
         )
         self._settles = True
+        self._parent = Parent(
+            leasing, self._task, self._delivery, self._terms, lambda: self._context
+        )
         worker.keep(
             self._delivery, self._task.name, self._terms, held=held, slot=slot, message=message
         )
@@ -183,7 +184,7 @@ class LeasedRequest(Request):
         if isinstance(exc, Defer):
             return self._defer(exc.delay)
         if isinstance(exc, Left):
-            self._fate = Kind.LEAVE
+            self._fate = self._fate_here(Kind.LEAVE)
             return super().on_failure(exc.failure, send_failed_event, return_ok)
         if isinstance(exc, Ignore | Reject | Retry):
             self._settles = isinstance(exc, Told)
@@ -238,6 +239,20 @@ class LeasedRequest(Request):
         super().reject(requeue)
         self._end_turn(gone=not requeue)
 
+    def _fate_here(self, fate: Kind) -> Kind:
+        """A message that would come back for ever is deleted instead of left."""
+        assert self._side is not None
+        if fate is not Kind.LEAVE or self._held is None or self._delivery.can_leave:
+            return fate
+        self._side.complaints.say(
+            f"leave {self._held.queue}",
+            logging.WARNING,
+            "a failed message of %s should be left, but %s has no redrive policy: it is deleted",
+            self._task.name,
+            self._held.queue,
+        )
+        return Kind.DELETE
+
     def _leave(self) -> None:
         """The failure was told; the message is received again until its queue moves it away."""
         assert self._side is not None
@@ -271,7 +286,7 @@ class LeasedRequest(Request):
         self._settles = False
         logger.error("the pool process of %s[%s] is gone: %r", self.name, self.id, exc)
         try:
-            self._abandon(f"child died: {exc}", delay)
+            self._parent.abandon(f"child died: {exc}", delay)
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             # Nothing was written: the message stays, and so does the lease until it expires.
             logger.warning("run=%s not abandoned: %s", self._delivery.run_id, unknown)
@@ -281,78 +296,24 @@ class LeasedRequest(Request):
         self._side.wake_reaper()
         self.acknowledge()
 
-    def _abandon(self, reason: str, delay: float = 0.0) -> None:
-        assert self._side is not None
-        store = self._side.store
-        ended = store.of_holder(self._holder)
-        if ended is None:
-            # It died before the claim. Claimed and abandoned, that counts as an attempt.
-            grant = store.claim(
-                self._delivery.run_id,
-                self._delivery.expected,
-                self._holder,
-                task=self._task.name,
-                terms=self._terms,
-                node=self._hostname,
-                envelope=self._envelope(),
-                deliver=self._task.has_to_deliver(self._context),
-            )
-            if isinstance(grant, Grant):
-                store.abandon(grant.run_id, grant.epoch, self._holder, reason, delay=delay)
-            return
-        abandoned = ended.status in _LIVE and store.abandon(
-            ended.run_id, ended.epoch, self._holder, reason, delay=delay
-        )
-        self._announce_lost(ended, bool(abandoned), "child died")
-
-    def _announce_lost(self, ended: Ended, taken: bool, reason: str) -> None:
-        """On behalf of a child that was killed, unless it had ended its lease itself."""
-        if not taken and (ended.status in _LIVE or ended.status == LeaseStatus.RELEASED):
-            return
-        signals.announce(
-            signals.lease_lost,
-            self._task.name,
-            run_id=self._delivery.run_id,
-            epoch=ended.epoch,
-            holder=self._holder,
-            reason=reason,
-        )
-
-    def _envelope(self) -> bytes | None:
-        if self._delivery.expected:
-            return None
-        return envelope_of(self._context, self._delivery).dump()
-
     def _hard_limit(self, exc_info: Any, exc: TimeLimitExceeded) -> Any:
         """The run has failed, if it is still this holder's; only then is anybody told."""
         self._handled = True
-        assert self._side is not None
-        deliver = self._task.has_to_deliver(self._context)
+        fate = fate_of(self._task, exc)
+        accepted = None
         try:
-            ended = self._side.store.of_holder(self._holder)
-            if ended is None:
-                # It waited for the store, or for its turn: the run has not begun.
-                return self._child_died(exc)
-            fate = fate_of(self._task, exc)
-            if fate.kind is Kind.AGAIN:
-                return self._child_died(exc, fate.delay)
-            accepted = self._side.store.give_up(
-                ended.run_id,
-                ended.epoch,
-                self._holder,
-                self._encoded(exc) if deliver else None,
-                reason="hard time limit",
-                deliver=deliver,
-                settle_in=self._terms.settle_timeout,
-                dead_letter=fate.kind is Kind.LEAVE,
-            )
+            if fate.kind is not Kind.AGAIN:
+                leave = fate.kind is Kind.LEAVE
+                accepted = self._parent.fail(exc, "hard time limit", leave=leave)
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not failed: %s", self._delivery.run_id, unknown)
             return self._defer(_RETRY_DELAY)
-        self._announce_lost(ended, accepted, "hard time limit")
+        if accepted is None:
+            # To be tried again; or it waited for the store, or its turn, and has not begun.
+            return self._child_died(exc, fate.delay)
         if not accepted:
             return self._let_go()
-        self._fate = fate.kind
+        self._fate = self._fate_here(fate.kind)
         report = super().on_failure
         self._tell(states.FAILURE, lambda: report(exc_info, return_ok=False))
         return self._call_hooks(exc_info, exc)
@@ -371,7 +332,7 @@ class LeasedRequest(Request):
         if self._side is None:
             return report(reason, terminated, signum, expired)
         try:
-            accepted = self._revoke(reason)
+            accepted = self._parent.revoke(reason)
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not revoked: %s", self._delivery.run_id, unknown)
             return self._defer(_RETRY_DELAY)
@@ -379,20 +340,10 @@ class LeasedRequest(Request):
             return self._let_go()
         return self._tell(states.REVOKED, lambda: report(reason, terminated, signum, expired))
 
-    def _revoke(self, reason: str) -> bool:
-        assert self._side is not None
-        store, run_id = self._side.store, self._delivery.run_id
-        held = store.of_holder(self._holder)
-        if held is not None:
-            revoked = store.revoke(run_id, reason, holder=self._holder)
-            self._announce_lost(held, revoked, "terminated")
-            return revoked
-        return store.revoke(run_id, reason) if is_unheld(store.view(run_id)) else False
-
     def _revoke_quietly(self, reason: str) -> None:
         """The heartbeat tells the holder, and a replay everybody else."""
         try:
-            self._revoke(reason)
+            self._parent.revoke(reason)
         except Exception as unknown:  # noqa: BLE001 - it would end the worker
             logger.warning("run=%s not revoked: %s", self._delivery.run_id, unknown)
 
@@ -428,10 +379,6 @@ class LeasedRequest(Request):
         worker_state.task_ready(self)
         self._settles = False
         self.acknowledge()
-
-    def _encoded(self, exc: BaseException) -> bytes:
-        leasing = Leasing.of(self._app)
-        return encode_failure(leasing.results, self._app.backend, exc, self._delivery.run_id)
 
 
 def _in_turn(execute: Callable[..., Any]) -> Callable[..., Any]:

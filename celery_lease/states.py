@@ -221,6 +221,7 @@ def decide(
     stored: bool = False,
     receives: int | None = None,
     can_defer: bool = True,
+    can_leave: bool = False,
     in_group: bool = False,
     sweep: float = 10.0,
 ) -> Decision:
@@ -229,7 +230,7 @@ def decide(
     ``runnable`` is False for a message that may not start now (its ETA is ahead),
     ``stored`` says that the message holds no arguments of its own, ``receives`` is the
     broker's count of deliveries if it is known, ``can_defer`` whether the broker can hide
-    a message again, ``in_group`` that it delivers nothing else of the message's group until then.
+    a message again, ``can_leave`` whether its queue may move it to a dead-letter queue, ``in_group`` that it delivers nothing else of the message's group until then.
     """
     if view is None:
         return _without_a_run(expected, runnable, stored, receives)
@@ -238,7 +239,7 @@ def decide(
     if expected > view.epoch:
         return _unknown(receives)
     if view.state in TERMINAL:
-        return _finished(view, expected, can_defer=can_defer)
+        return _finished(view, expected, can_leave=can_leave)
     if view.state in (RunState.WAITING, RunState.PARKED):
         return Decision(Step.DROP, view.state.value)
     if view.state is RunState.READY:
@@ -272,8 +273,8 @@ def _unknown(receives: int | None) -> Decision:
     return Decision(Step.DEFER, "unknown_run", _UNKNOWN_DELAY)
 
 
-def _finished(view: RunView, expected: int, *, can_defer: bool) -> Decision:
-    if view.settled and can_defer and is_dead_letter(view.dead_letter, view.epoch, expected):
+def _finished(view: RunView, expected: int, *, can_leave: bool) -> Decision:
+    if view.settled and can_leave and is_dead_letter(view.dead_letter, view.epoch, expected):
         return Decision(Step.DEFER, "dead_letter", DEAD_LETTER_DELAY)
     if view.settled:
         return Decision(Step.DROP, "finished")

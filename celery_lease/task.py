@@ -7,28 +7,23 @@ The class adds the worker's side by itself when the task is registered.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from billiard.einfo import ExceptionInfo
 from celery import Task, states
-from celery.app.trace import FAILURE, IGNORED, REJECTED, TraceInfo, trace_ok_t
 from celery.backends.base import DisabledBackend
-from celery.exceptions import Ignore, Reject, Retry, TaskRevokedError
+from celery.exceptions import TaskRevokedError
 from celery.result import EagerResult
 
 from celery_lease import signals
 from celery_lease.application import Leasing
+from celery_lease.conclusion import Conclusion
 from celery_lease.delays import DelayingProducer
 from celery_lease.delivery import Admission, Delivery
-from celery_lease.errors import InvalidSetting, LeaseError, LeaseLost
+from celery_lease.errors import InvalidSetting, LeaseError
 from celery_lease.execution import Execution
-from celery_lease.exits import left
-from celery_lease.fates import Fates, Kind, checked, fate_of
-from celery_lease.interrupts import no_soft_limit
+from celery_lease.fates import Fates, checked
 from celery_lease.lease import Lease, bound, current_lease
 from celery_lease.local import (
     EagerRun,
@@ -39,24 +34,16 @@ from celery_lease.local import (
     replacing,
     run_replaced,
 )
-from celery_lease.outcomes import REPLACED, recorded
 from celery_lease.policy import LeasePolicy
-from celery_lease.postpone import Catcher, captured_retry, caught_by, postpone
-from celery_lease.replacement import Replaced, encode_replacement, send_replacement
+from celery_lease.postpone import Catcher, caught_by
+from celery_lease.replacement import Replaced, encode_replacement
 from celery_lease.results import (
-    Defer,
     LeasedBackend,
-    Left,
-    Told,
-    Voice,
-    speaking,
     until_claimed,
-    voice_of,
 )
-from celery_lease.states import RunState, is_dead_letter
 from celery_lease.store import Replay
-from celery_lease.successors import fix_successors, name_member, steady_ids
-from celery_lease.trigger import EPOCH_HEADER, Envelope
+from celery_lease.successors import name_member
+from celery_lease.tracing import is_plain, leased
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -65,17 +52,10 @@ __all__ = ["LeasedTask"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a message comes back whose run could not be claimed, for no reason we know.
-_UNCLAIMED_DELAY = 10.0
 #: A lease means nothing if the message is gone before the work is done.
 _REQUIRED = ("acks_late", "reject_on_worker_lost")
 #: A request whose body is being executed; a call of the task inside it is a plain call.
 _ENTERED = "_leased_execution"
-_CELERY_STATES = {
-    RunState.SUCCEEDED: states.SUCCESS,
-    RunState.FAILED: states.FAILURE,
-    RunState.REVOKED: states.REVOKED,
-}
 
 
 class LeasedTask(Task):
@@ -176,8 +156,9 @@ class LeasedTask(Task):
         if request.is_eager:
             eager = current_eager_run()
             eager.run_id, eager.holder = delivery.run_id, delivery.holder
+        conclusion = Conclusion(self, leasing)
         if isinstance(admitted, Replay):
-            return self._replay(leasing, delivery, admitted)
+            return conclusion.of_record(delivery, admitted)
         signals.announce(
             signals.lease_claimed,
             self.name,
@@ -189,9 +170,9 @@ class LeasedTask(Task):
             leasing, self, delivery=delivery, grant=admitted, terms=terms, asked_at=asked_at
         )
         if delivery.attended:
-            return self._execute(execution, body)
+            return conclusion.of_body(execution, body)
         with local_heartbeat(leasing.store, admitted, self.name, terms):
-            return self._execute(execution, body)
+            return conclusion.of_body(execution, body)
 
     def _body(self, args: Any, kwargs: Any) -> Callable[[], Any]:
         call = super().__call__
@@ -199,134 +180,6 @@ class LeasedTask(Task):
             # Celery's own would push an empty request over the one that is running.
             return lambda: self.run(*args, **kwargs)
         return lambda: call(*args, **kwargs)
-
-    def _execute(self, execution: Execution, body: Callable[[], Any]) -> Any:
-        voice = voice_of(self.request.id)
-        voice.claimed = True
-        voice.holds = execution.holds
-        self._say_started(self.request)
-        deliver = self.has_to_deliver(self.request)
-
-        def prepared_body() -> Any:
-            if voice.before_start is not None:
-                voice.before_start()
-            return body()
-
-        try:
-            with captured_retry() as caught:
-                value = execution.run(prepared_body)
-            if caught.replacement is not None:
-                raise Replaced
-            if caught.envelope is not None:
-                raise Retry("retry(throw=False)")
-            self._committed(execution, lambda: execution.complete(value, deliver=deliver))
-        except Defer:
-            raise
-        except Retry as again:
-            self._committed(execution, partial(postpone, execution, caught, again))
-            voice.outcome = states.RETRY
-            raise
-        except Replaced:
-            assert caught.replacement is not None
-            self._committed(execution, partial(execution.replace, caught.replacement))
-            voice.outcome = IGNORED
-            send_replacement(self.app, execution.run_id, caught.replacement)
-        except Ignore:
-            if not execution.ended:
-                self._committed(execution, execution.finish_ignored)
-            raise
-        except Reject as rejected:
-            self._rejected(execution, rejected)
-            raise
-        except Exception as error:
-            # Also a result that cannot be encoded: nothing was committed for it.
-            self._failed(execution, error, voice, deliver=deliver)
-            raise
-        self._after_commit(execution.run_id, voice, states.SUCCESS)
-        return value
-
-    def _failed(
-        self, execution: Execution, error: Exception, voice: Voice, *, deliver: bool
-    ) -> None:
-        """Commit what the error's fate says; raises Celery's ``Retry`` for another attempt."""
-        fate = fate_of(self, error)
-        if fate.kind is Kind.AGAIN and execution.may_try_again and not self.request.is_eager:
-            self._committed(execution, partial(execution.try_again, error, fate.delay))
-            voice.outcome = states.RETRY
-            raise Retry(str(error), exc=error, when=fate.delay) from error
-        leave = fate.kind is Kind.LEAVE
-        self._committed(execution, partial(execution.fail, error, deliver=deliver, leave=leave))
-        self._after_commit(execution.run_id, voice, states.FAILURE)
-        voice.leaves = leave
-
-    def _rejected(self, execution: Execution, rejected: Reject) -> None:
-        """The body raised Celery's ``Reject``: again with a new message, or never."""
-        if rejected.requeue:
-            self._committed(execution, lambda: execution.hand_back("rejected"))
-            if self.request.is_eager:
-                return
-            raise Ignore("rejected, to be tried again")
-        self._committed(execution, partial(execution.fail, rejected, deliver=False))
-
-    def _committed(self, execution: Execution, commit: Callable[[], None]) -> None:
-        """Commit, or tell Celery that the lease is lost.
-
-        A soft time limit comes too late from here on.
-        """
-        if not self.request.is_eager:
-            voice_of(self.request.id).until_told.enter_context(no_soft_limit())
-        try:
-            commit()
-        except LeaseLost as lost:
-            raise execution.translated(lost) from None
-
-    def _after_commit(self, run_id: str, voice: Voice, outcome: str) -> None:
-        """From here on nothing but ``outcome`` may be told, and the same tasks are sent."""
-        request = self.request
-        voice.outcome = outcome
-        fix_successors(run_id, request)
-        if request.is_eager:
-            current_eager_run().outcome = outcome
-        else:
-            voice.until_sent.enter_context(steady_ids(run_id))
-        if outcome == states.SUCCESS:
-            request.errbacks = []
-        else:
-            request.callbacks = []
-
-    def _replay(self, leasing: Leasing, delivery: Delivery, replay: Replay) -> Any:
-        """Hand the recorded outcome to Celery, without running the body."""
-        request = self.request
-        if replay.envelope is not None:
-            _, _, embed = Envelope.load(replay.envelope).unpack()
-            for name in ("callbacks", "errbacks", "chain", "chord"):
-                setattr(request, name, embed.get(name))
-        voice = voice_of(request.id)
-        if not request.is_eager:
-            voice.until_told.enter_context(no_soft_limit())
-        if replay.reason == REPLACED and replay.outcome is not None:
-            voice.outcome = IGNORED
-            send_replacement(self.app, delivery.run_id, replay.outcome)
-        outcome = recorded(leasing.results, self.app.backend, replay)
-        self._after_commit(delivery.run_id, voice, _CELERY_STATES[outcome.state])
-        voice.leaves = is_dead_letter(replay.dead_letter, replay.epoch, delivery.expected)
-        if outcome.state is RunState.SUCCEEDED:
-            return outcome.value
-        assert outcome.error is not None
-        if outcome.state is RunState.REVOKED and not request.is_eager:
-            self._tell_revoked(request, outcome.error)
-            raise Told(str(outcome.error))
-        raise outcome.error
-
-    def _tell_revoked(self, request: Any, error: BaseException) -> None:
-        """REVOKED to the backend, the chord and the rest of the chain; then the errbacks."""
-        self.backend.mark_as_failure(
-            request.id,
-            error,
-            request=request,
-            store_result=not self._ignores(request),
-            state=states.REVOKED,
-        )
 
     def retry(self, *args: Any, **kwargs: Any) -> Any:
         """Celery's ``retry``: under a lease the run is postponed with its new arguments."""
@@ -428,35 +281,7 @@ class LeasedTask(Task):
 
     @__trace__.setter
     def __trace__(self, tracer: Callable[..., Any] | None) -> None:
-        self._lease_tracer = None if tracer is None else self._leased(tracer)
-
-    def _leased(self, tracer: Callable[..., Any]) -> Callable[..., Any]:
-        def trace(uuid: str, args: Any, kwargs: Any, request: Any = None) -> Any:
-            leasing = Leasing.of(self.app)
-            if is_plain(leasing, request or {}):
-                return tracer(uuid, args, kwargs, request)
-            with speaking(Voice(task_id=uuid)) as voice:
-                try:
-                    traced = tracer(uuid, args, kwargs, request)
-                    failed = getattr(traced.info, "state", "") == FAILURE
-                    if voice.outcome is None and failed:
-                        raise Defer(_UNCLAIMED_DELAY, "unexpected") from traced.info.retval
-                    if voice.leaves and failed:
-                        raise Left(traced.retval)
-                except Left as exc:
-                    info = ExceptionInfo(internal=True)
-                    return trace_ok_t(info, TraceInfo(FAILURE, exc), traced.runtime, traced.retstr)
-                except Defer as exc:
-                    # On some pools it would end the worker.
-                    if exc.__cause__ is not None:
-                        logger.error("run=%s has not begun, its message stays", uuid, exc_info=exc)
-                    info = ExceptionInfo(internal=True)
-                    return trace_ok_t(info, TraceInfo(REJECTED, exc), 0.0, None)
-                except BaseException as exc:  # noqa: BLE001 - raised again where it belongs
-                    return left(exc, request)
-                return traced
-
-        return trace
+        self._lease_tracer = None if tracer is None else leased(self, tracer)
 
     def has_to_deliver(self, request: Any) -> bool:
         """Whether the outcome has to reach callbacks or a result backend."""
@@ -465,29 +290,12 @@ class LeasedTask(Task):
         if request.is_eager and not self.app.conf.task_store_eager_result:
             return False  # its caller has it
         keeps_none = isinstance(self.app.backend, DisabledBackend)
-        return not keeps_none and not self._ignores(request)
+        return not keeps_none and not self.ignores_result(request)
 
-    def _ignores(self, request: Any) -> bool:
+    def ignores_result(self, request: Any) -> bool:
+        """Whether nobody wants the result of this call."""
         asked = getattr(request, "ignore_result", None)
         return bool(self.ignore_result if asked is None else asked)
-
-    def _say_started(self, request: Any) -> None:
-        if self.track_started and not request.is_eager and not self._ignores(request):
-            self.backend.store_result(
-                request.id,
-                {"pid": os.getpid(), "hostname": request.hostname},
-                states.STARTED,
-                request=request,
-            )
-
-
-def is_plain(leasing: Leasing, request: Mapping[str, Any]) -> bool:
-    """Whether the task behaves as one of Celery's own: leases are switched off.
-
-    Not for a trigger, also at epoch 0: its run is known to the store, and done without a
-    lease it would be triggered, and done, once more.
-    """
-    return not leasing.settings.enabled and request.get(EPOCH_HEADER) is None
 
 
 def forget_lease_headers(request: Any) -> None:

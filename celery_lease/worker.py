@@ -17,6 +17,7 @@ from celery.signals import worker_ready, worker_shutdown, worker_shutting_down
 
 from celery_lease.application import Leasing
 from celery_lease.board import Board
+from celery_lease.complaints import Complaints
 from celery_lease.errors import InvalidSetting, LeaseError, StoreBusy, StoreUnavailable
 from celery_lease.heartbeat import Heartbeat
 from celery_lease.keeper import Keeper, Kept
@@ -59,6 +60,7 @@ class WorkerSide:
             retrigger_after=leasing.settings.retrigger_after,
         )
         self.turns = Turns()
+        self.complaints = Complaints(logger)
         self.outage = Outage(worker, self._probe)
         settings = leasing.settings
         tell = self.outage.tell if settings.enabled else _tell_nobody
@@ -81,6 +83,10 @@ class WorkerSide:
     def hold(self, message: Any) -> Held | None:
         """What keeps this message hidden, on brokers that can."""
         return self.visibility.hold(message)
+
+    def can_leave(self, held: Held | None) -> bool:
+        """Whether a message that is left may be moved by its queue, as far as is known."""
+        return held is not None and self.visibility.facts_of(held).dead_letters is not False
 
     def keep(
         self,

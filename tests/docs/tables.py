@@ -77,6 +77,7 @@ def decisions() -> set[tuple[Step, str]]:
             stored=stored,
             receives=receives,
             can_defer=can_defer,
+            can_leave=can_defer,
         )
         found.add((decision.step, decision.reason))
     return found

@@ -59,6 +59,8 @@ class Hidden:
     def __init__(self) -> None:
         self.extended: list[str] = []
         self.deferred: list[tuple[str, float]] = []
+        #: Whether the queue has a dead-letter policy; None: unknown.
+        self.dead_letters: bool | None = True
 
     def introduce(self, channel: Any, queues: Sequence[str]) -> None:
         """Nothing to say."""
@@ -73,7 +75,7 @@ class Hidden:
 
     def facts_of(self, held: Held) -> QueueFacts:
         """As SQS has them by default."""
-        return QueueFacts(dead_letters=False)
+        return QueueFacts(dead_letters=self.dead_letters)
 
     def extend(self, messages: Sequence[tuple[Held, float]]) -> list[Gone]:
         """Kept."""

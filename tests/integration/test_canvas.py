@@ -219,7 +219,7 @@ def test_the_same_errbacks_are_sent_again(tmp_path: Path, by_its_parent: bool) -
             request._holder,
             task="broken",
             terms=request._terms,
-            envelope=request._envelope(),
+            envelope=request._parent.envelope(),
         )
         assert isinstance(grant, Grant)
         try:
@@ -327,7 +327,7 @@ def test_the_next_message_brings_all_that_the_first_one_did(tmp_path: Path, body
     if body is _die:
         request = guest.request(message)
         guest.store.claim(
-            run, 0, "dead", task="t", terms=request._terms, envelope=request._envelope()
+            run, 0, "dead", task="t", terms=request._terms, envelope=request._parent.envelope()
         )
         for _ in range(2):
             guest.age(500)

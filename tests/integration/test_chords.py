@@ -183,7 +183,7 @@ def _revoked_before_its_message_is_lost(guest: Guest, message: Any) -> None:
         message.headers["id"],
         task="add",
         terms=guest.leasing.terms(None),
-        envelope=guest.request(message)._envelope(),
+        envelope=guest.request(message)._parent.envelope(),
     )
     assert Runs(guest.app).revoke(message.headers["id"])
 
@@ -210,7 +210,7 @@ def _exhausted(guest: Guest, message: Any) -> None:
         request._holder,
         task="add",
         terms=request._terms,
-        envelope=request._envelope(),
+        envelope=request._parent.envelope(),
     )
     assert isinstance(grant, Grant)
 

@@ -150,6 +150,26 @@ def test_a_resumed_run_does_not_leave_what_it_left_before(tmp_path: Path) -> Non
     assert guest.fates == ["ack"]
 
 
+@pytest.mark.parametrize("known", [False, None])
+def test_a_queue_that_would_bring_it_back_for_ever_keeps_no_message(
+    tmp_path: Path, known: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a redrive policy it is deleted, and said; where that is unknown it is left."""
+    app = app_of(tmp_path)
+    task = leased(app, name="t", lease_fates=LEAVE)(_fails(ValueError("no")))
+    guest = Guest(app)
+    guest.hidden.dead_letters = known
+    result = task.delay()
+    message = guest.message()
+    guest.deliver(message)
+    assert result.state == "FAILURE"
+    left = known is None
+    assert ("no redrive policy" in caplog.text) is not left
+    assert (len(guest.hidden.deferred), guest.fates) == ((1, []) if left else (0, ["ack"]))
+    guest.deliver(message)  # a copy that comes later
+    assert (len(guest.hidden.deferred), guest.fates) == ((2, []) if left else (0, ["ack", "ack"]))
+
+
 def test_an_eager_run_has_no_message_and_simply_fails(tmp_path: Path) -> None:
     app = app_of(tmp_path)
     task = leased(app, name="t")(_fails(TryAgain(5, "later")))

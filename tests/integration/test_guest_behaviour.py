@@ -158,7 +158,7 @@ def test_a_replayed_hard_limit_settles(tmp_path: Path) -> None:
         request._holder,
         task="t",
         terms=request._terms,
-        envelope=request._envelope(),
+        envelope=request._parent.envelope(),
     )
 
     def gone(*_: Any, **__: Any) -> Any:
@@ -306,7 +306,7 @@ def test_a_hard_limit_that_is_not_acknowledged_is_tried_again(tmp_path: Path) ->
     result = task.delay()
     message = guest.message()
     request = guest.request(message)
-    envelope = request._envelope()
+    envelope = request._parent.envelope()
     guest.store.claim(
         result.id, 0, request._holder, task="t", terms=request._terms, envelope=envelope
     )
@@ -327,7 +327,7 @@ def test_a_failure_that_is_told_by_a_replay_ends_its_message(tmp_path: Path) -> 
     result = task.delay()
     message = guest.message()
     request = guest.request(message)
-    envelope = request._envelope()
+    envelope = request._parent.envelope()
     guest.store.claim(
         result.id, 0, request._holder, task="t", terms=request._terms, envelope=envelope
     )
@@ -523,7 +523,7 @@ def test_one_trigger_that_cannot_be_sent_does_not_hold_up_the_others(tmp_path: P
     guest = Guest(app)
     good = task.apply_async(task_id=f"good-{tmp_path}")
     request = guest.request(guest.message())
-    envelope = request._envelope()
+    envelope = request._parent.envelope()
     for name, blob in ((f"bad-{tmp_path}", b"{}"), (good.id, envelope)):
         guest.store.enqueue(name, task="t", terms=request._terms, envelope=blob)
     guest.reap()

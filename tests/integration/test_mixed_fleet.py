@@ -74,7 +74,7 @@ def enqueued(guest: Guest, task: Any, *args: Any) -> str:
     """A run that the store knows and nobody has claimed, in place of its message."""
     run_id = str(task.delay(*args).id)
     request = guest.request(guest.message())
-    guest.store.enqueue(run_id, task="t", terms=request._terms, envelope=request._envelope())
+    guest.store.enqueue(run_id, task="t", terms=request._terms, envelope=request._parent.envelope())
     return run_id
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import celery
 import pytest
 from celery import Celery, chain, chord, group
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Reject
 
 from tests.integration.comparison import KINDS, SHOPS, CanvasShop, Form, Tasks, known, opened, play
 from tests.integration.guest import Guest, app_of, leased
@@ -290,3 +291,47 @@ def test_a_replacement_that_was_committed_is_sent_by_the_replay_alone(tmp_path: 
     guest.deliver()
     guest.deliver()
     assert result.get(timeout=5) == 6
+
+
+# -- the ends that a body may choose ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [(Ignore("enough"), "succeeded"), (Reject("again", requeue=True), "ready")],
+)
+def test_a_body_that_ends_itself_tells_nobody(tmp_path: Path, end: Exception, state: str) -> None:
+    """``Ignore`` and ``Reject``: no result, no callbacks; given back, it is sent anew."""
+    app, _, add = _app(tmp_path)
+
+    def ends() -> None:
+        raise end
+
+    task = leased(app, name="t")(ends)
+    guest = Guest(app)
+    result = task.apply_async(link=[add.s(1)], link_error=[add.si(1)])
+    guest.deliver()
+    row = guest.row(result.id)
+    assert row["state"] == state
+    assert (row["settled_at"] is None) == (state == "ready")
+    assert result.state == "PENDING"
+    left = [(one.headers["id"], one.headers["lease_epoch"]) for one in iter(guest.message, None)]
+    assert left == ([(result.id, 1)] if state == "ready" else [])
+
+
+def test_a_body_that_rejects_its_message_for_good_fails(tmp_path: Path) -> None:
+    """No callback; whether anybody is told of the failure is Celery's, and its version's."""
+    app, _, add = _app(tmp_path)
+
+    def ends() -> None:
+        raise Reject("never", requeue=False)
+
+    task = leased(app, name="t")(ends)
+    guest = Guest(app)
+    result = task.apply_async(link=[add.s(1)])
+    guest.deliver()
+    assert guest.fates == ["reject False"]
+    assert guest.row(result.id)["state"] == "failed"
+    assert guest.row(result.id)["settled_at"] is not None
+    assert result.state == ("FAILURE" if celery.VERSION >= (5, 7) else "PENDING")
+    assert guest.message() is None
