@@ -57,7 +57,6 @@ class Conclusion:
         voice.claimed = True
         voice.holds = execution.holds
         self._say_started()
-        deliver = self._task.has_to_deliver(self._request)
 
         def prepared_body() -> Any:
             if voice.before_start is not None:
@@ -71,6 +70,7 @@ class Conclusion:
                 raise Replaced
             if caught.envelope is not None:
                 raise Retry("retry(throw=False)")
+            deliver = self._task.has_to_deliver(self._request)
             self._committed(execution, lambda: execution.complete(value, deliver=deliver))
         except Defer:
             raise
@@ -92,12 +92,12 @@ class Conclusion:
             raise
         except Exception as error:
             # Also a result that cannot be encoded: nothing was committed for it.
-            self._failed(execution, error, deliver=deliver)
+            self._failed(execution, error)
             raise
         self._after_commit(execution.run_id, states.SUCCESS)
         return value
 
-    def _failed(self, execution: Execution, error: Exception, *, deliver: bool) -> None:
+    def _failed(self, execution: Execution, error: Exception) -> None:
         """Commit what the error's fate says; raises Celery's ``Retry`` for another attempt."""
         fate = fate_of(self._task, error)
         if fate.kind is Kind.AGAIN and execution.may_try_again and not self._request.is_eager:
@@ -105,6 +105,7 @@ class Conclusion:
             self._voice.outcome = states.RETRY
             raise Retry(str(error), exc=error, when=fate.delay) from error
         leave = fate.kind is Kind.LEAVE
+        deliver = self._task.has_to_deliver(self._request, failed=True)
         self._committed(execution, partial(execution.fail, error, deliver=deliver, leave=leave))
         self._after_commit(execution.run_id, states.FAILURE)
         self._voice.leaves = leave

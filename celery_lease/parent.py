@@ -85,7 +85,7 @@ class Parent:
         ended = self._store.of_holder(self._delivery.holder)
         if ended is None:
             return None
-        deliver = self._task.has_to_deliver(self._context())
+        deliver = self._task.has_to_deliver(self._context(), failed=True)
         accepted = self._store.give_up(
             ended.run_id,
             ended.epoch,

@@ -283,14 +283,15 @@ class LeasedTask(Task):
     def __trace__(self, tracer: Callable[..., Any] | None) -> None:
         self._lease_tracer = None if tracer is None else leased(self, tracer)
 
-    def has_to_deliver(self, request: Any) -> bool:
-        """Whether the outcome has to reach callbacks or a result backend."""
+    def has_to_deliver(self, request: Any, *, failed: bool = False) -> bool:
+        """Whether the outcome, if ``failed`` a failure, has to reach callbacks or a result backend."""
         if request.callbacks or request.errbacks or request.chain or request.chord:
             return True
         if request.is_eager and not self.app.conf.task_store_eager_result:
             return False  # its caller has it
         keeps_none = isinstance(self.app.backend, DisabledBackend)
-        return not keeps_none and not self.ignores_result(request)
+        wanted = not self.ignores_result(request) or (failed and self.store_errors_even_if_ignored)
+        return not keeps_none and wanted
 
     def ignores_result(self, request: Any) -> bool:
         """Whether nobody wants the result of this call."""

@@ -344,6 +344,23 @@ def test_a_failure_that_is_told_by_a_replay_ends_its_message(tmp_path: Path) -> 
     assert guest.row(result.id)["settled_at"] is not None
 
 
+def test_an_error_that_is_kept_of_ignored_results_is_replayed_too(tmp_path: Path) -> None:
+    app = app_of(tmp_path)
+    options = {"ignore_result": True, "store_errors_even_if_ignored": True}
+    task = leased(app, name="t", **options)(fails)
+    guest = Guest(app)
+    result = task.delay()
+    with replaced(app.backend, "store_result", lambda *_, **__: None):  # it was away
+        request = guest.request(guest.message())
+        request.on_failure = lambda *_, **__: None  # and the main process died
+        request.execute_using_pool(guest.pool)
+    guest.age(120)
+    guest.reap()
+    guest.deliver()
+    assert app.AsyncResult(result.id).state == "FAILURE"
+    assert guest.row(result.id)["settled_at"] is not None
+
+
 # -- what is kept -----------------------------------------------------------------------------
 
 
