@@ -230,7 +230,8 @@ def decide(
     ``runnable`` is False for a message that may not start now (its ETA is ahead),
     ``stored`` says that the message holds no arguments of its own, ``receives`` is the
     broker's count of deliveries if it is known, ``can_defer`` whether the broker can hide
-    a message again, ``can_leave`` whether its queue may move it to a dead-letter queue, ``in_group`` that it delivers nothing else of the message's group until then.
+    a message again, ``can_leave`` whether its queue may move it to a dead-letter queue,
+    ``in_group`` that the broker delivers nothing else of the message's group meanwhile.
     """
     if view is None:
         return _without_a_run(expected, runnable, stored, receives)
