@@ -6,6 +6,7 @@ holder, so that a child which lives on, or has just committed, decides for itsel
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from celery_lease.policy import Terms
 
 __all__ = ["Parent"]
+
+logger = logging.getLogger(__name__)
 
 _LIVE = {str(status) for status in LIVE}
 
@@ -54,12 +57,23 @@ class Parent:
             # It died before the claim. Claimed and abandoned, that counts as an attempt.
             granted = self._claim()
             if isinstance(granted, Grant):
-                self._store.abandon(granted.run_id, granted.epoch, holder, reason, delay=delay)
+                self._abandon(granted, reason, delay)
             return
-        abandoned = ended.status in _LIVE and self._store.abandon(
-            ended.run_id, ended.epoch, holder, reason, delay=delay
-        )
-        self._announce_lost(ended, bool(abandoned), "child died")
+        abandoned = ended.status in _LIVE and self._abandon(ended, reason, delay)
+        self._announce_lost(ended, abandoned, "child died")
+
+    def _abandon(self, held: Grant | Ended, reason: str, delay: float) -> bool:
+        holder = self._delivery.holder
+        handed = self._store.abandon(held.run_id, held.epoch, holder, reason, delay=delay)
+        if handed is not None:
+            logger.warning(
+                "abandoned run=%s epoch=%s: %s, %s",
+                handed.run_id,
+                handed.epoch,
+                handed.state,
+                handed.reason,
+            )
+        return handed is not None
 
     def envelope(self) -> bytes:
         """What a trigger of the run will say, as far as this delivery brought it."""

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _RESENDS = 100
 _FAILURES = 3
+#: Seconds after a trigger is due at which reapers come by, so that not all come at once.
+_BEHIND = (0.02, 0.2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Reaper:
 
     def run_once(self) -> Reaped:
         """One pass over the namespace."""
-        suspected = [self.store.suspect(*found) for found in self.store.expired()]
+        suspected = [self._suspect(*found) for found in self.store.expired()]
         reclaimed = [self.store.reclaim(*found) for found in self.store.overripe()]
         for handed in filter(None, reclaimed):
             logger.warning(
@@ -68,6 +70,17 @@ class Reaper:
         return Reaped(
             sum(suspected), sum(one is not None for one in reclaimed), swept, self.send_due()
         )
+
+    def _suspect(self, run_id: str, epoch: int) -> bool:
+        marked = self.store.suspect(run_id, epoch)
+        if marked:
+            logger.warning(
+                "suspect run=%s epoch=%s: its lease has run out; it is handed over after its "
+                "grace, unless its holder renews",
+                run_id,
+                epoch,
+            )
+        return marked
 
     def send_due(self) -> int:
         """Send the triggers that are due; a broker that keeps failing ends the batch.
@@ -96,9 +109,14 @@ class Reaper:
         return sent
 
     def pass_and_wait(self) -> float:
-        """One pass for the loop; returns a jittered delay, so that reapers spread out."""
+        """One pass for the loop; returns the seconds until the next one.
+
+        Jittered, so that reapers spread out; sooner if a trigger will be due before.
+        """
+        wait = self.interval * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load only
         try:
             reaped = self.run_once()
+            due_in = self.store.next_due()
         except LeaseError as exc:
             logger.warning("reaper: this pass was cut short: %s", exc)
             self._on_store(isinstance(exc, StoreBusy))
@@ -106,4 +124,6 @@ class Reaper:
             self._on_store(True)
             if reaped.triggered >= _RESENDS:
                 return 0.0  # a full portion: more is due
-        return self.interval * random.uniform(0.75, 1.25)  # noqa: S311 - spreads load only
+            if due_in is not None:
+                wait = min(wait, due_in + random.uniform(*_BEHIND))  # noqa: S311 - as above
+        return wait

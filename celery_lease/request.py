@@ -24,6 +24,7 @@ from celery.worker.request import Request
 from celery_lease.application import Leasing
 from celery_lease.delivery import REQUEST_KEY, Delivery, new_holder
 from celery_lease.fates import Kind, fate_of
+from celery_lease.moments import seconds_until
 from celery_lease.parent import Parent
 from celery_lease.results import Defer, Left, Told, Voice, speaking
 from celery_lease.states import DEAD_LETTER_DELAY
@@ -188,6 +189,8 @@ class LeasedRequest(Request):
             return super().on_failure(exc.failure, send_failed_event, return_ok)
         if isinstance(exc, Ignore | Reject | Retry):
             self._settles = isinstance(exc, Told)
+            if isinstance(exc, Retry):
+                self._side.expect_trigger(_seconds(exc.when))
             return super().on_failure(exc_info, send_failed_event, return_ok)
         if return_ok and not isinstance(exc, WorkerLostError | SystemExit | KeyboardInterrupt):
             # The child has committed this failure and reported it; it may be the replay of
@@ -379,6 +382,11 @@ class LeasedRequest(Request):
         worker_state.task_ready(self)
         self._settles = False
         self.acknowledge()
+
+
+def _seconds(when: Any) -> float:
+    """The delay of Celery's ``Retry``, which may name a time instead."""
+    return float(when) if isinstance(when, int | float) else seconds_until(when) or 0.0
 
 
 def _in_turn(execute: Callable[..., Any]) -> Callable[..., Any]:

@@ -157,6 +157,11 @@ class WorkerSide:
         """Something is due now."""
         self._reaps.wake()
 
+    def expect_trigger(self, delay: float) -> None:
+        """A run was postponed: let the reaper know, if it would not look in time."""
+        if 0 < delay < 1.25 * self.reaper.interval:
+            self._reaps.wake()
+
     # -- life ---------------------------------------------------------------------------
 
     def start(self) -> None:

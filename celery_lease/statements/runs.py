@@ -13,6 +13,7 @@ from sqlalchemy import (
     case,
     delete,
     false,
+    func,
     null,
     or_,
     select,
@@ -40,6 +41,7 @@ __all__ = [
     "LOCK",
     "LOCK_SKIP",
     "NAMESPACE",
+    "NEXT_DUE",
     "READ",
     "REPLAY",
     "RESERVE",
@@ -286,6 +288,12 @@ DUE = (
     )
     .order_by(run.c.trigger_due)
     .limit(p("most", Integer))
+)
+#: When the next trigger is due of those that are not yet.
+NEXT_DUE = select((func.min(run.c.trigger_due) - at_start()).label("due_in")).where(
+    run.c.namespace == p("namespace"),
+    run.c.trigger_due > at_start(),
+    run.c.envelope.is_not(None),
 )
 #: One sender: the trigger is due again in 30 s if this one dies before it has sent it.
 RESERVE = (

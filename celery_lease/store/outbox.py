@@ -25,6 +25,12 @@ class Outbox(Foundation):
         rows = self.connections.run(lambda c: ask(c, runs.DUE, given))
         return [(row.run_id, row.epoch) for row in rows]
 
+    def next_due(self) -> float | None:
+        """Seconds until the next trigger is due that is not due yet; None if there is none."""
+        given = {"namespace": self.namespace}
+        row = self.connections.run(lambda c: ask(c, runs.NEXT_DUE, given).first())
+        return None if row is None or row.due_in is None else float(row.due_in)
+
     def reserve(self, run_id: str, epoch: int) -> Outgoing | None:
         """Become the one sender of a due trigger; None if it is not due, or taken."""
         given = {"run_id": run_id, "epoch": epoch, "reserved_for": _RESERVED_FOR}

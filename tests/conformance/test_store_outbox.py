@@ -41,6 +41,17 @@ class TestADueTrigger:
         enqueue(store, run_id, terms)
         assert store.due(most=1) == [(run_id, 0)]
 
+    def test_that_is_still_to_come_is_announced(
+        self, store: Store, run_id: str, terms: Terms
+    ) -> None:
+        assert store.next_due() is None
+        enqueue(store, f"{run_id}-later", terms, delay=300.0)
+        enqueue(store, f"{run_id}-soon", terms, delay=60.0)
+        enqueue(store, f"{run_id}-now", terms)
+        due_in = store.next_due()
+        assert due_in is not None
+        assert 55 < due_in <= 60
+
 
 class TestAReservation:
     def test_gives_the_sender_all_it_needs(self, store: Store, run_id: str, terms: Terms) -> None:

@@ -79,6 +79,14 @@ def test_a_failure_that_is_tried_again_counts_as_an_attempt(jobs: Shop, pool: st
     assert len(jobs.sent("mourn")) == 1
 
 
+def test_a_short_delay_does_not_wait_for_the_reapers_round(jobs: Shop) -> None:
+    """The worker that postpones a run knows when its trigger is due."""
+    jobs.start("w1", queue="jobs", lease_reap_interval=300, **FATED)
+    run = _send(jobs, "slow", 2)
+    assert jobs.outcome(run, timeout=30) == ("SUCCESS", [3, None])
+    assert [note["epoch"] for note in jobs.notes("body", run)] == [1, 2, 3]
+
+
 def test_an_exception_may_bring_its_own_fate(jobs: Shop) -> None:
     jobs.start("w1", queue="jobs", **FATED)
     left, deleted, ordinary = (_send(jobs, kind) for kind in ("leave", "delete", "plain"))

@@ -14,9 +14,15 @@ from celery_lease.reaper import Reaper
 class Store:
     """A store with so many triggers due and nothing else to do."""
 
-    def __init__(self, due: int = 0, error: LeaseError | None = None) -> None:
+    def __init__(
+        self, due: int = 0, error: LeaseError | None = None, next_due: float | None = None
+    ) -> None:
         self._due = due
         self._error = error
+        self._next_due = next_due
+
+    def next_due(self) -> float | None:
+        return self._next_due
 
     def expired(self) -> list[Any]:
         if self._error is not None:
@@ -59,6 +65,13 @@ def test_a_full_portion_of_triggers_is_followed_by_the_next_one_at_once() -> Non
     assert Reaper(few, lambda *_: True).pass_and_wait() > 0.0
     refused: Any = Store(due=5000)
     assert Reaper(refused, lambda *_: False).pass_and_wait() > 0.0
+
+
+def test_the_next_pass_comes_when_the_next_trigger_is_due() -> None:
+    soon: Any = Store(next_due=2.0)
+    assert 2.0 < Reaper(soon, lambda *_: True, interval=10).pass_and_wait() < 2.5
+    later: Any = Store(next_due=2000.0)
+    assert 7.5 <= Reaper(later, lambda *_: True, interval=10).pass_and_wait() <= 12.5
 
 
 def test_a_broker_that_is_away_is_not_asked_for_every_trigger() -> None:
