@@ -16,7 +16,7 @@ from celery.app.task import Context
 
 from celery_lease.errors import LeaseError
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import Envelope, message_headers
+from celery_lease.trigger import RUN_HEADER, Envelope, message_headers
 
 if TYPE_CHECKING:
     from celery_lease.application import Leasing
@@ -73,12 +73,14 @@ class DelayingProducer:
     def _register(self, envelope: Envelope, delay: float, headers: Any) -> None:
         _, _, embed = envelope.unpack()
         asked = Context(ignore_result=headers.get("ignore_result"), **embed)
-        self._leasing.store.enqueue(
-            str(headers["id"]),
-            task=self._task.name,
-            terms=self._leasing.terms(self._task.lease_policy),
-            envelope=envelope.dump(),
-            deliver=self._task.has_to_deliver(asked),
-            delay=delay,
-            expires_in=seconds_until(headers.get("expires")),
-        )
+        # A body may send it: an interrupt would leave a connection within a statement.
+        with self._leasing.interrupts.shield():
+            self._leasing.store.enqueue(
+                str(headers.get(RUN_HEADER) or headers["id"]),
+                task=self._task.name,
+                terms=self._leasing.terms(self._task.lease_policy),
+                envelope=envelope.dump(),
+                deliver=self._task.has_to_deliver(asked),
+                delay=delay,
+                expires_in=seconds_until(headers.get("expires")),
+            )

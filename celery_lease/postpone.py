@@ -31,7 +31,7 @@ class Catcher:
 
     envelope: Envelope | None = None
     delay: float = 0.0
-    #: Set while ``retry`` runs: only its own message is caught.
+    #: Set by ``retry`` until it sends: only its own message is caught.
     listening: bool = False
     #: What ``replace`` put in the run's place.
     replacement: bytes | None = None

@@ -220,8 +220,10 @@ class LeasedRequest(Request):
             self._side.forget(self._holder)
             if self._settles:
                 self._side.delivered(self._delivery.run_id, self._holder)
-        super().acknowledge()
-        self._end_turn(gone=True)
+        try:
+            super().acknowledge()
+        finally:
+            self._end_turn(gone=self.acknowledged)
 
     def reject(self, requeue: bool = False) -> None:
         """Give the message back to the broker, or leave it to its dead-letter queue."""
@@ -236,8 +238,10 @@ class LeasedRequest(Request):
                 # The outcome was told, perhaps by a replay: the message has nothing to bring.
                 requeue = False
                 self._side.delivered(self._delivery.run_id, self._holder)
-        super().reject(requeue)
-        self._end_turn(gone=not requeue)
+        try:
+            super().reject(requeue)
+        finally:
+            self._end_turn(gone=self.acknowledged and not requeue)
 
     def _fate_here(self, fate: Kind) -> Kind:
         """A message that would come back for ever is deleted instead of left."""
