@@ -75,7 +75,7 @@ class Conclusion:
         except Defer:
             raise
         except Retry as again:
-            self._committed(execution, partial(postpone, execution, caught, again))
+            self._committed(execution, partial(postpone, self._task, execution, caught, again))
             voice.outcome = states.RETRY
             raise
         except Replaced:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 
-from celery_lease.errors import LeaseError
+from celery_lease.errors import LeaseError, NotSerializable
 from celery_lease.moments import seconds_until
 from celery_lease.trigger import RUN_HEADER, Envelope, message_headers
 
@@ -48,7 +48,10 @@ class DelayingProducer:
 
     def publish(self, body: Any, **publishing: Any) -> Any:
         """Publish now, with the broker's delay, or register the run for its time."""
-        envelope = Envelope.of_publishing(body, publishing)
+        try:
+            envelope = Envelope.of_publishing(body, publishing)
+        except NotSerializable:
+            envelope = None  # Celery says so itself
         delay = seconds_until(message_headers(body, publishing).get("eta")) or 0.0
         if envelope is None or delay <= 0 or envelope.exchange.startswith(_BROKER_DELAYS_THERE):
             return self._producer.publish(body, **publishing)

@@ -74,8 +74,8 @@ def caught_by() -> Catcher | None:
     return _CATCHER.get()
 
 
-def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
-    """Commit the caught retry.
+def postpone(task: Any, execution: Execution, catcher: Catcher, retry: Retry) -> None:
+    """Commit the caught retry, or one that the body raised by itself.
 
     An eager one has no message: Celery goes on with its signature, under the next epoch.
     """
@@ -89,3 +89,10 @@ def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
             RUN_HEADER: execution.run_id,
         }
         execution.release("retry")
+    elif not task.request.is_eager:
+        execution.postpone(None, _asked_delay(retry, task.default_retry_delay or 0), "retry")
+
+
+def _asked_delay(retry: Retry, default: float) -> float:
+    when = default if retry.when is None else retry.when
+    return float(when) if isinstance(when, int | float) else max(0.0, seconds_until(when) or 0)

@@ -214,6 +214,7 @@ class LeasedTask(Task):
         if catcher is not None and catcher.listening:
             # No longer: the handlers of Celery's signals may send tasks of their own.
             catcher.listening = False
+            options.pop("connection", None)  # Celery would make a producer of it
             return send(args, kwargs, task_id, catcher, *more, **options)
         if not self._may_wait(options):
             return send(args, kwargs, task_id, producer, *more, **options)

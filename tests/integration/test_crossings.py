@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded, WorkerLostError
+from celery.exceptions import Retry
 from celery.signals import after_task_publish, before_task_publish
+from kombu.exceptions import EncodeError
 
 from celery_lease.visibility import Held
 from tests.integration.guest import Guest, app_of, leased, replaced
@@ -190,3 +192,48 @@ def test_points_of_time_mean_what_they_mean_in_celery(tmp_path: Path) -> None:
     task.apply_async((1,), task_id="at once", countdown=0)
     guest.deliver(), guest.deliver()
     assert [guest.row(name)["state"] for name in ("past", "at once")] == ["succeeded"] * 2
+
+
+def test_a_retry_over_a_connection_of_ones_own_is_caught_too(guest: Guest) -> None:
+    def once_more(self: Any, number: int) -> int:
+        if self.request.retries == 0:
+            with guest.app.connection_for_write() as connection:
+                raise self.retry(args=(number + 1,), connection=connection, countdown=0)
+        return number
+
+    result = leased(guest.app, name="r", bind=True)(once_more).delay(1)
+    guest.deliver()
+    guest.deliver()
+    assert guest.message() is None
+    assert result.get(timeout=1) == 2
+
+
+@pytest.mark.parametrize("when", [60, timedelta(seconds=60), None])
+def test_a_retry_that_the_body_raises_by_itself_comes_at_its_time(guest: Guest, when: Any) -> None:
+    """Before, its lease was left to expire, and each such retry was an attempt."""
+    seen: list[str] = []
+
+    def twice() -> int:
+        seen.append("")
+        if len(seen) == 1:
+            moment = datetime.now(UTC) + when if isinstance(when, timedelta) else when
+            raise Retry("later", when=moment)
+        return 3
+
+    task = leased(guest.app, name="r", default_retry_delay=60)(twice)
+    result = task.delay()
+    guest.deliver()
+    assert result.state == "RETRY"
+    guest.reap()
+    assert guest.message() is None
+    guest.age(61)
+    guest.reap()
+    guest.deliver()
+    assert result.get(timeout=1) == 3
+    assert guest.row(result.id)["recoveries"] == 0
+
+
+def test_arguments_that_cannot_be_sent_are_refused_as_by_celery(guest: Guest) -> None:
+    for options in ({"countdown": HOUR}, {}):
+        with pytest.raises(EncodeError):
+            guest.app.tasks["t"].apply_async((object(),), **options)
