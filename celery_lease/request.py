@@ -208,8 +208,10 @@ class LeasedRequest(Request):
             return
         logger.error("hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
         if not self._handled:
-            exc = TimeLimitExceeded(timeout)
-            self._hard_limit(ExceptionInfo((type(exc), exc, None)), exc)
+            try:
+                raise TimeLimitExceeded(timeout)
+            except TimeLimitExceeded as exc:
+                self._hard_limit(ExceptionInfo(), exc)
 
     def acknowledge(self) -> None:
         """Let the message go: nothing is asked about it any more, then it is deleted."""

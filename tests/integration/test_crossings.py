@@ -237,3 +237,14 @@ def test_arguments_that_cannot_be_sent_are_refused_as_by_celery(guest: Guest) ->
     for options in ({"countdown": HOUR}, {}):
         with pytest.raises(EncodeError):
             guest.app.tasks["t"].apply_async((object(),), **options)
+
+
+def test_a_hard_limit_that_only_its_timer_tells_of_ends_the_run(guest: Guest) -> None:
+    result = guest.app.tasks["t"].delay(1)
+    request = guest.request(guest.message())
+    guest.store.claim(
+        result.id, 0, request._holder, task="t", terms=request._terms, node=None, envelope=None
+    )
+    request.on_timeout(False, 1)
+    assert result.state == "FAILURE"
+    assert guest.fates == ["ack"]
