@@ -16,7 +16,7 @@ from celery.app.task import Context
 
 from celery_lease.errors import LeaseError, NotSerializable
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import RUN_HEADER, Envelope, message_headers
+from celery_lease.trigger import BROKER_DELAYS_THERE, RUN_HEADER, Envelope, message_headers
 
 if TYPE_CHECKING:
     from celery_lease.application import Leasing
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 #: What SQS can hold back itself, on a standard queue; a FIFO queue delays no single message.
 LONGEST_BROKER_DELAY = 900
-#: RabbitMQ's own delay, which Celery uses with quorum queues.
-_BROKER_DELAYS_THERE = "celery_delayed"
 
 
 class DelayingProducer:
@@ -53,7 +51,7 @@ class DelayingProducer:
         except NotSerializable:
             envelope = None  # Celery says so itself
         delay = seconds_until(message_headers(body, publishing).get("eta")) or 0.0
-        if envelope is None or delay <= 0 or envelope.exchange.startswith(_BROKER_DELAYS_THERE):
+        if envelope is None or delay <= 0 or envelope.exchange.startswith(BROKER_DELAYS_THERE):
             return self._producer.publish(body, **publishing)
         if self._broker_can(envelope, delay):
             publishing["DelaySeconds"] = math.ceil(delay)

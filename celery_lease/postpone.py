@@ -11,11 +11,17 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import EPOCH_HEADER, RUN_HEADER, Envelope, message_headers
+from celery_lease.trigger import (
+    BROKER_DELAYS_THERE,
+    EPOCH_HEADER,
+    RUN_HEADER,
+    Envelope,
+    message_headers,
+)
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
@@ -23,6 +29,10 @@ if TYPE_CHECKING:
     from celery_lease.execution import Execution
 
 __all__ = ["Catcher", "captured_retry", "caught_by", "postpone"]
+
+
+#: Where RabbitMQ's own delay ends: it takes the same routing key to the task's queue at once.
+_DELAYED_LONG_ENOUGH = "celery_delayed_delivery"
 
 
 @dataclass(slots=True)
@@ -51,6 +61,9 @@ class Catcher:
         """Keep a task's message as an envelope and its ETA as a delay; events go nowhere."""
         envelope = Envelope.of_publishing(body, publishing)
         if envelope is not None:
+            if envelope.exchange.startswith(BROKER_DELAYS_THERE):
+                # The store waits; after that the broker must not wait once more.
+                envelope = replace(envelope, exchange=_DELAYED_LONG_ENOUGH)
             self.envelope = envelope
             self.delay = max(0.0, seconds_until(message_headers(body, publishing).get("eta")) or 0)
 

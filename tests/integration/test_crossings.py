@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,10 +15,13 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import SoftTimeLimitExceeded, WorkerLostError
 from celery.exceptions import Retry
 from celery.signals import after_task_publish, before_task_publish
+from kombu import Exchange, Queue
 from kombu.exceptions import EncodeError
 
 from celery_lease.visibility import Held
 from tests.integration.guest import Guest, app_of, leased, replaced
+from tests.services import ServiceMissing, find_broker, missing
+from tests.workers import slowly
 
 HOUR = 3600.0
 
@@ -248,3 +252,45 @@ def test_a_hard_limit_that_only_its_timer_tells_of_ends_the_run(guest: Guest) ->
     request.on_timeout(False, 1)
     assert result.state == "FAILURE"
     assert guest.fates == ["ack"]
+
+
+@pytest.fixture
+def quorum(tmp_path: Path) -> Iterator[Guest]:
+    """A guest on RabbitMQ with a quorum queue, for which Celery uses the broker's own delay."""
+    delays = pytest.importorskip("kombu.transport.native_delayed_delivery")
+    try:
+        url = find_broker("rabbitmq")
+    except ServiceMissing as exc:
+        missing(str(exc))
+    name = f"quorum-{uuid.uuid4().hex}"
+    queue = Queue(
+        name, Exchange(name, "topic"), routing_key=name, queue_arguments={"x-queue-type": "quorum"}
+    )
+    app = app_of(tmp_path, broker_url=url, task_default_queue=name, task_queues=[queue])
+    with app.connection_for_write() as connection:
+        queue(connection.channel()).declare()
+        delays.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+        delays.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+        yield Guest(app)
+        queue(connection.channel()).delete()
+        queue.exchange(connection.channel()).delete()
+
+
+def test_a_retry_waits_in_the_store_and_not_in_rabbitmq_once_more(quorum: Guest) -> None:
+    def once_more(self: Any) -> int:
+        if self.request.retries == 0:
+            raise self.retry(countdown=HOUR)
+        return 3
+
+    queue = quorum.app.amqp.queues[quorum.app.conf.task_default_queue]
+    bound = queue(quorum.app.connection_for_read().channel())
+
+    def arrived() -> Any:
+        return slowly(bound.get, timeout=20, what="a message")
+
+    result = leased(quorum.app, name="r", bind=True)(once_more).delay()
+    quorum.deliver(arrived())
+    quorum.age(HOUR + 1)
+    quorum.reap()
+    quorum.deliver(arrived())
+    assert result.get(timeout=1) == 3
