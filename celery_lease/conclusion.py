@@ -76,7 +76,7 @@ class Conclusion:
             raise
         except Retry as again:
             self._committed(execution, partial(postpone, self._task, execution, caught, again))
-            voice.outcome = states.RETRY
+            self._after_postponing(execution, at_once=caught.delay <= 0)
             raise
         except Replaced:
             assert caught.replacement is not None
@@ -102,13 +102,20 @@ class Conclusion:
         fate = fate_of(self._task, error)
         if fate.kind is Kind.AGAIN and execution.may_try_again and not self._request.is_eager:
             self._committed(execution, partial(execution.try_again, error, fate.delay))
-            self._voice.outcome = states.RETRY
+            self._after_postponing(execution, at_once=fate.delay <= 0)
             raise Retry(str(error), exc=error, when=fate.delay) from error
         leave = fate.kind is Kind.LEAVE
         deliver = self._task.has_to_deliver(self._request, failed=True)
         self._committed(execution, partial(execution.fail, error, deliver=deliver, leave=leave))
         self._after_commit(execution.run_id, states.FAILURE)
         self._voice.leaves = leave
+
+    def _after_postponing(self, execution: Execution, *, at_once: bool) -> None:
+        """RETRY is told before the next holder can begin, and not once it has begun."""
+        self._voice.outcome = states.RETRY
+        self._voice.holds = execution.is_still_postponed
+        if at_once and not self._request.is_eager:
+            self._voice.until_told.callback(execution.send_trigger)
 
     def _rejected(self, execution: Execution, rejected: Reject) -> None:
         """The body raised Celery's ``Reject``: again with a new message, or never."""

@@ -25,6 +25,7 @@ from celery_lease.errors import (
 from celery_lease.lease import Lease, bound
 from celery_lease.outcomes import REPLACED, encode_failure, encode_success
 from celery_lease.results import Defer
+from celery_lease.states import RunState
 
 if TYPE_CHECKING:
     from celery_lease.application import Leasing
@@ -177,7 +178,7 @@ class Execution:
         """Leave the run ready for another delivery."""
         self._end(lambda: self._store.hand_off(self._grant, reason), reason)
         if not self._eager:
-            self._send_trigger()
+            self.send_trigger()
 
     def release(self, reason: str) -> None:
         """Leave the run ready for the caller, who goes on with it in this process."""
@@ -186,8 +187,6 @@ class Execution:
     def postpone(self, envelope: bytes | None, delay: float, reason: str) -> None:
         """Leave the run ready ``delay`` seconds from now, with a new envelope if one is given."""
         self._end(lambda: self._store.postpone(self._grant, envelope, delay, reason), reason)
-        if delay <= 0:
-            self._send_trigger()
 
     @property
     def may_try_again(self) -> bool:
@@ -200,8 +199,14 @@ class Execution:
         self._end(
             lambda: self._store.postpone(self._grant, None, delay, reason, charged=True), reason
         )
-        if delay <= 0:
-            self._send_trigger()
+
+    def is_still_postponed(self) -> bool:
+        """Whether nobody has claimed the run since; no answer counts as no."""
+        try:
+            view = self._store.view(self.run_id)
+        except (StoreUnavailable, StoreBusy):
+            return False
+        return view is not None and view.state is RunState.READY and view.epoch == self.epoch
 
     def _end(self, commit: Callable[[], Any], reason: str) -> None:
         """Once a terminal commit is sent, nothing may interrupt or be taken for a loss."""
@@ -326,7 +331,7 @@ class Execution:
         self.hand_back(reason)
         raise HandOff
 
-    def _send_trigger(self) -> None:
+    def send_trigger(self) -> None:
         """The worker that made the change sends the trigger first; else the reaper does."""
         try:
             self._leasing.sender.send(self.run_id, self.epoch)

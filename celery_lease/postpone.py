@@ -103,7 +103,8 @@ def postpone(task: Any, execution: Execution, catcher: Catcher, retry: Retry) ->
         }
         execution.release("retry")
     elif not task.request.is_eager:
-        execution.postpone(None, _asked_delay(retry, task.default_retry_delay or 0), "retry")
+        catcher.delay = _asked_delay(retry, task.default_retry_delay or 0)
+        execution.postpone(None, catcher.delay, "retry")
 
 
 def _asked_delay(retry: Retry, default: float) -> float:

@@ -92,6 +92,8 @@ class Voice:
 
     def may_say(self, state: str) -> bool:
         """Whether ``state`` may be stored now."""
+        if self.outcome in states.UNREADY_STATES:
+            return state == self.outcome and self.holds()
         if self.outcome is not None:
             return state == self.outcome
         return self.claimed and state not in states.READY_STATES and self.holds()

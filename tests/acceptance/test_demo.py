@@ -31,7 +31,7 @@ def test_the_demo_proves_that_each_line_was_imported_once_and_leaves_nothing(tmp
     )
     for act in ("SIGKILL to worker-", "SIGSTOP to worker-", "SIGCONT to worker-"):
         assert act in output
-    assert running_in(tmp_path) == []
+    wait_until(lambda: not running_in(tmp_path), timeout=10, what="the last process to be gone")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,7 +43,7 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path):
         output, _ = demo.communicate(timeout=30)
 
     assert demo.returncode == 130, output
-    assert running_in(tmp_path) == []
+    wait_until(lambda: not running_in(tmp_path), timeout=10, what="the last process to be gone")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,7 +58,7 @@ def test_a_demo_in_which_a_step_does_not_happen_fails_and_keeps_its_logs(tmp_pat
 
     assert demo.returncode == 1, output
     assert "The demo failed: a process ended by itself, see " in output
-    assert running_in(tmp_path) == []
+    wait_until(lambda: not running_in(tmp_path), timeout=10, what="the last process to be gone")
     assert list(tmp_path.rglob("worker-1.log"))
 
 

@@ -44,6 +44,29 @@ def _steps(shop: Shop, run: str) -> int:
     return len(shop.store.stages(run))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("pool", ["threads", "solo"])
+def test_chains_callbacks_and_errbacks_follow_a_run_outside_of_prefork(
+    shop: Shop, pool: str
+) -> None:
+    """Each is sent once, after the commit; the result is told by its run alone."""
+    shop.start("w1", pool=pool, slots=2)
+    chain = shop.signature("leased_add", 1, 2) | shop.signature("leased_add", 10)
+    end = (chain | shop.signature("after", "end")).apply_async()
+    bad = shop.send("leased_fail", 1, link_error=shop.signature("mourn"))
+    assert shop.outcome(end.id) == ("SUCCESS", 13)
+    assert shop.outcome(bad)[0] == "FAILURE"
+    assert shop.noted("after")["args"] == [13, "end"]
+    shop.noted("mourn")
+    for run in (end.parent.parent.id, end.parent.id, bad):
+        shop.settled(run)
+        assert shop.bodies(run) == 1
+    shop.empty()
+    assert len(shop.notes("after")) == len(shop.notes("mourn")) == 1
+    assert shop.told(end.parent.id) == ["STARTED", "SUCCESS"]
+    assert shop.told(bad) == ["STARTED", "FAILURE"]
+
+
 @pytest.mark.parametrize("pool", ["threads", "solo"])
 def test_where_nothing_can_be_raised_the_next_verb_says_that_the_lease_is_lost(
     shop: Shop, pool: str

@@ -573,11 +573,16 @@ def test_settings_of_others_beside_a_namespace_are_not_ours(tmp_path: Path) -> N
 # -- built-in tasks ------------------------------------------------------------------------------
 
 
-def test_builtin_tasks_are_leased_too_where_every_task_is(tmp_path: Path) -> None:
-    results = f"sqlite:///{tmp_path / 'results'}"
-    # Celery 5.4 makes them for the first database of a process only.
+def _results_in(folder: Path) -> str:
+    """A result backend that overwrites any state with any other."""
+    results = f"sqlite:///{folder / 'results'}"
+    # Celery 5.4 makes the tables for the first database of a process only.
     ResultModelBase.metadata.create_all(create_engine(results))
-    app = app_of(tmp_path, task_cls=LeasedTask, backend=f"db+{results}")
+    return f"db+{results}"
+
+
+def test_builtin_tasks_are_leased_too_where_every_task_is(tmp_path: Path) -> None:
+    app = app_of(tmp_path, task_cls=LeasedTask, backend=_results_in(tmp_path))
 
     @app.task(shared=False)
     def add(*numbers: Any) -> Any:
@@ -603,3 +608,29 @@ def test_the_cleanup_of_results_runs_under_a_lease(tmp_path: Path) -> None:
     result = app.tasks["celery.backend_cleanup"].apply_async(expires=43200)
     guest.deliver()
     assert guest.row(result.id)["state"] == "succeeded"
+
+
+def test_a_retry_is_not_told_over_what_its_next_holder_told(tmp_path: Path) -> None:
+    """The first holder was paused between its commit and the result backend."""
+    app = app_of(tmp_path, backend=_results_in(tmp_path))
+
+    def again(self: Any) -> None:
+        if self.request.retries < 1:
+            raise self.retry(countdown=0)
+        raise ValueError("no")
+
+    task = leased(app, name="t", bind=True)(again)
+    guest = Guest(app)
+    result = task.delay()
+    postpone = Execution.postpone
+
+    def slow(execution: Execution, *args: Any) -> None:
+        postpone(execution, *args)
+        guest.reap()
+        guest.deliver()
+        assert app.AsyncResult(result.id).state == "FAILURE"
+
+    with replaced(Execution, "postpone", slow):
+        guest.deliver()
+    assert app.AsyncResult(result.id).state == "FAILURE"
+    assert guest.message() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -100,6 +101,29 @@ def test_lease_lost_passes_by_an_except_exception(interrupts: Interrupts, slot: 
     slot.mark_lost("reclaimed")
     with pytest.raises(LeaseLost), interrupts.watching(slot, "r", 1):
         body()
+
+
+def test_each_thread_watches_the_slot_of_its_own_body(slot: Slot) -> None:
+    shared = Interrupts()
+    lost: list[str] = []
+    both = threading.Barrier(2, timeout=10)
+
+    def body(mine: Slot | None) -> None:
+        with shared.watching(mine, "r", 1):
+            both.wait()
+            try:
+                shared.check()
+            except LeaseLost as exc:
+                lost.append(exc.reason)
+            both.wait()
+
+    slot.mark_lost("revoked")
+    threads = [threading.Thread(target=body, args=(one,)) for one in (slot, None)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lost == ["revoked"]
 
 
 def test_a_soft_limit_after_the_commit_is_thrown_away() -> None:

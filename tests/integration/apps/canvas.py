@@ -15,7 +15,8 @@ from celery import Task, signature
 from celery.exceptions import Ignore, Reject
 
 from celery_lease import LeasedTask
-from tests.integration.apps.shop import app, note, wait_for
+from tests.integration.apps.shop import app
+from tests.integration.apps.side import note, wait_for
 
 
 def both(name: str, **options: Any) -> Callable[[Callable[..., Any]], Any]:

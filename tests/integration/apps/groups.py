@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 from celery_lease import LeasedTask, LeasePolicy
-from tests.integration.apps.shop import app, entered, note, wait_for
+from tests.integration.apps.shop import app, entered
+from tests.integration.apps.side import note, wait_for
 
 
 @app.task(

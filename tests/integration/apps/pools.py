@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 from celery_lease import LeasedTask, current_lease, signals
-from tests.integration.apps.shop import SIDE, app, entered, note, wait_for
+from tests.integration.apps.shop import app, entered
+from tests.integration.apps.side import SIDE, note, wait_for
 
 
 def _note_signals() -> None:
