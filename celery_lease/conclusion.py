@@ -78,7 +78,7 @@ class Conclusion:
         except Defer:
             raise
         except Retry as again:
-            self._committed(execution, partial(postpone, execution, caught, again))
+            self._committed(execution, partial(postpone, self._task, execution, caught, again))
             self._after_postponing(execution, at_once=caught.delay <= 0)
             raise
         except Replaced:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from celery.app.task import Context
 
-from celery_lease.errors import LeaseError
+from celery_lease.errors import LeaseError, NotSerializable
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import Envelope, message_headers
+from celery_lease.trigger import BROKER_DELAYS_THERE, RUN_HEADER, Envelope, message_headers
 
 if TYPE_CHECKING:
     from celery_lease.application import Leasing
@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 #: What SQS can hold back itself, on a standard queue; a FIFO queue delays no single message.
 LONGEST_BROKER_DELAY = 900
-#: RabbitMQ's own delay, which Celery uses with quorum queues.
-_BROKER_DELAYS_THERE = "celery_delayed"
 
 
 class DelayingProducer:
@@ -48,9 +46,12 @@ class DelayingProducer:
 
     def publish(self, body: Any, **publishing: Any) -> Any:
         """Publish now, with the broker's delay, or register the run for its time."""
-        envelope = Envelope.of_publishing(body, publishing)
+        try:
+            envelope = Envelope.of_publishing(body, publishing)
+        except NotSerializable:
+            envelope = None  # Celery says so itself
         delay = seconds_until(message_headers(body, publishing).get("eta")) or 0.0
-        if envelope is None or delay <= 0 or envelope.exchange.startswith(_BROKER_DELAYS_THERE):
+        if envelope is None or delay <= 0 or envelope.exchange.startswith(BROKER_DELAYS_THERE):
             return self._producer.publish(body, **publishing)
         if self._broker_can(envelope, delay):
             publishing["DelaySeconds"] = math.ceil(delay)
@@ -73,12 +74,14 @@ class DelayingProducer:
     def _register(self, envelope: Envelope, delay: float, headers: Any) -> None:
         _, _, embed = envelope.unpack()
         asked = Context(ignore_result=headers.get("ignore_result"), **embed)
-        self._leasing.store.enqueue(
-            str(headers["id"]),
-            task=self._task.name,
-            terms=self._leasing.terms(self._task.lease_policy),
-            envelope=envelope.dump(),
-            deliver=self._task.has_to_deliver(asked),
-            delay=delay,
-            expires_in=seconds_until(headers.get("expires")),
-        )
+        # A body may send it: an interrupt would leave a connection within a statement.
+        with self._leasing.interrupts.shield():
+            self._leasing.store.enqueue(
+                str(headers.get(RUN_HEADER) or headers["id"]),
+                task=self._task.name,
+                terms=self._leasing.terms(self._task.lease_policy),
+                envelope=envelope.dump(),
+                deliver=self._task.has_to_deliver(asked),
+                delay=delay,
+                expires_in=seconds_until(headers.get("expires")),
+            )

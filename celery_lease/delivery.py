@@ -53,8 +53,9 @@ class Delivery:
     receives: int | None = None
     received_at: float = 0.0
     can_defer: bool = False
-    #: Its queue may have a dead-letter policy for what is left.
-    can_leave: bool = False
+    #: Seconds until it comes again when it is left for its queue's dead-letter policy;
+    #: None: its queue has none.
+    leave_delay: float | None = None
     #: A worker's main process keeps its lease and message.
     attended: bool = False
     interruptible: bool = False
@@ -214,7 +215,7 @@ class Admission:
             stored=self._delivery.stored,
             receives=self._delivery.receives,
             can_defer=self._delivery.can_defer,
-            can_leave=self._delivery.can_leave,
+            leave_delay=self._delivery.leave_delay,
             in_group=self._delivery.in_group,
             sweep=self._leasing.settings.reap_interval * random.uniform(1.0, 1.5),  # noqa: S311
         )

@@ -192,8 +192,8 @@ class Execution:
         """Leave the run ready for the caller, who goes on with it in this process."""
         self._end(lambda: self._store.hand_off(self._grant, reason), reason)
 
-    def postpone(self, envelope: bytes, delay: float, reason: str) -> None:
-        """Leave the run ready ``delay`` seconds from now with a new envelope."""
+    def postpone(self, envelope: bytes | None, delay: float, reason: str) -> None:
+        """Leave the run ready ``delay`` seconds from now, with a new envelope if one is given."""
         self._end(lambda: self._store.postpone(self._grant, envelope, delay, reason), reason)
 
     @property

@@ -33,6 +33,9 @@ __all__ = [
 ]
 
 
+_LONGEST = timedelta(days=3660).total_seconds()
+
+
 class Kind(StrEnum):
     """The three fates of a failed task's message."""
 
@@ -66,8 +69,9 @@ def again(delay: float | timedelta) -> Fate:
     is no duration.
     """
     seconds = delay.total_seconds() if isinstance(delay, timedelta) else delay
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-        raise InvalidSetting(f"again({delay!r}): give seconds or a timedelta, 0 or more")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 <= seconds <= _LONGEST:
+        raise InvalidSetting(f"again({delay!r}): give seconds or a timedelta, 0 to 10 years")
     return Fate(Kind.AGAIN, float(seconds))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery_lease import signals
 from celery_lease.delivery import envelope_of, is_unheld
+from celery_lease.moments import seconds_until
 from celery_lease.outcomes import encode_failure
 from celery_lease.states import LIVE, LeaseStatus
 from celery_lease.store import Ended, Grant
@@ -57,6 +58,8 @@ class Parent:
             # It died before the claim. Claimed and abandoned, that counts as an attempt.
             granted = self._claim()
             if isinstance(granted, Grant):
+                if not self._delivery.expected:  # its message may be due later
+                    delay = max(delay, seconds_until(self._context().eta) or 0.0)
                 self._abandon(granted, reason, delay)
             return
         abandoned = ended.status in _LIVE and self._abandon(ended, reason, delay)

@@ -11,11 +11,17 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from celery_lease.moments import seconds_until
-from celery_lease.trigger import EPOCH_HEADER, RUN_HEADER, Envelope, message_headers
+from celery_lease.trigger import (
+    BROKER_DELAYS_THERE,
+    EPOCH_HEADER,
+    RUN_HEADER,
+    Envelope,
+    message_headers,
+)
 
 if TYPE_CHECKING:
     from celery.exceptions import Retry
@@ -25,13 +31,17 @@ if TYPE_CHECKING:
 __all__ = ["Catcher", "captured_retry", "caught_by", "postpone"]
 
 
+#: Where RabbitMQ's own delay ends: it takes the same routing key to the task's queue at once.
+_DELAYED_LONG_ENOUGH = "celery_delayed_delivery"
+
+
 @dataclass(slots=True)
 class Catcher:
     """Looks like a kombu producer to Celery; keeps what would have been published."""
 
     envelope: Envelope | None = None
     delay: float = 0.0
-    #: Set while ``retry`` runs: only its own message is caught.
+    #: Set by ``retry`` until it sends: only its own message is caught.
     listening: bool = False
     #: What ``replace`` put in the run's place.
     replacement: bytes | None = None
@@ -51,6 +61,9 @@ class Catcher:
         """Keep a task's message as an envelope and its ETA as a delay; events go nowhere."""
         envelope = Envelope.of_publishing(body, publishing)
         if envelope is not None:
+            if envelope.exchange.startswith(BROKER_DELAYS_THERE):
+                # The store waits; after that the broker must not wait once more.
+                envelope = replace(envelope, exchange=_DELAYED_LONG_ENOUGH)
             self.envelope = envelope
             self.delay = max(0.0, seconds_until(message_headers(body, publishing).get("eta")) or 0)
 
@@ -74,8 +87,8 @@ def caught_by() -> Catcher | None:
     return _CATCHER.get()
 
 
-def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
-    """Commit the caught retry.
+def postpone(task: Any, execution: Execution, catcher: Catcher, retry: Retry) -> None:
+    """Commit the caught retry, or one that the body raised by itself.
 
     An eager one has no message: Celery goes on with its signature, under the next epoch.
     """
@@ -89,3 +102,11 @@ def postpone(execution: Execution, catcher: Catcher, retry: Retry) -> None:
             RUN_HEADER: execution.run_id,
         }
         execution.release("retry")
+    elif not task.request.is_eager:
+        catcher.delay = _asked_delay(retry, task.default_retry_delay or 0)
+        execution.postpone(None, catcher.delay, "retry")
+
+
+def _asked_delay(retry: Retry, default: float) -> float:
+    when = default if retry.when is None else retry.when
+    return float(when) if isinstance(when, int | float) else max(0.0, seconds_until(when) or 0)

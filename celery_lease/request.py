@@ -27,7 +27,6 @@ from celery_lease.fates import Kind, fate_of
 from celery_lease.moments import seconds_until
 from celery_lease.parent import Parent
 from celery_lease.results import Defer, Left, Told, Voice, speaking
-from celery_lease.states import DEAD_LETTER_DELAY
 from celery_lease.successors import fix_successors, steady_ids
 from celery_lease.trigger import EPOCH_HEADER
 from celery_lease.turns import Turn
@@ -78,7 +77,7 @@ class LeasedRequest(Request):
             receives=held.receives if held else None,
             received_at=time.monotonic(),
             can_defer=held is not None,
-            can_leave=worker.can_leave(held),
+            leave_delay=worker.leave_delay(held),
             attended=True,
             interruptible=worker.forks,
             in_group=held is not None and held.group is not None,
@@ -211,8 +210,10 @@ class LeasedRequest(Request):
             return
         logger.error("hard time limit (%ss) exceeded for %s[%s]", timeout, self.name, self.id)
         if not self._handled:
-            exc = TimeLimitExceeded(timeout)
-            self._hard_limit(ExceptionInfo((type(exc), exc, None)), exc)
+            try:
+                raise TimeLimitExceeded(timeout)
+            except TimeLimitExceeded as exc:
+                self._hard_limit(ExceptionInfo(), exc)
 
     def acknowledge(self) -> None:
         """Let the message go: nothing is asked about it any more, then it is deleted."""
@@ -223,8 +224,10 @@ class LeasedRequest(Request):
             self._side.forget(self._holder)
             if self._settles:
                 self._side.delivered(self._delivery.run_id, self._holder)
-        super().acknowledge()
-        self._end_turn(gone=True)
+        try:
+            super().acknowledge()
+        finally:
+            self._end_turn(gone=self.acknowledged)
 
     def reject(self, requeue: bool = False) -> None:
         """Give the message back to the broker, or leave it to its dead-letter queue."""
@@ -239,13 +242,15 @@ class LeasedRequest(Request):
                 # The outcome was told, perhaps by a replay: the message has nothing to bring.
                 requeue = False
                 self._side.delivered(self._delivery.run_id, self._holder)
-        super().reject(requeue)
-        self._end_turn(gone=not requeue)
+        try:
+            super().reject(requeue)
+        finally:
+            self._end_turn(gone=self.acknowledged and not requeue)
 
     def _fate_here(self, fate: Kind) -> Kind:
         """A message that would come back for ever is deleted instead of left."""
         assert self._side is not None
-        if fate is not Kind.LEAVE or self._held is None or self._delivery.can_leave:
+        if fate is not Kind.LEAVE or self._held is None or self._delivery.leave_delay is not None:
             return fate
         self._side.complaints.say(
             f"leave {self._held.queue}",
@@ -262,7 +267,7 @@ class LeasedRequest(Request):
         self._fate = None
         if self._settles:
             self._side.delivered(self._delivery.run_id, self._holder)
-        self._defer(DEAD_LETTER_DELAY, requeue=False)
+        self._defer(self._delivery.leave_delay or 0.0, requeue=False)
 
     def _defer(self, delay: float, *, requeue: bool = True) -> None:
         """Neither deleted nor sent again: hidden for ``delay`` seconds."""

@@ -97,10 +97,12 @@ class Setting:
     meaning: str
 
 
+_DEFAULT_STORE = "sqlite:///celery-lease.sqlite3"
+
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "store_url",
-        "sqlite:///celery-lease.sqlite3",
+        _DEFAULT_STORE,
         _text,
         "SQLAlchemy URL",
         "The database that decides. PostgreSQL in production; the SQLite default is for one host.",
@@ -215,6 +217,14 @@ class Settings:
     lock_timeout: float
     connect_timeout: float
     tombstone_age: float
+
+    @property
+    def names_a_store(self) -> bool:
+        """Whether a store was chosen: the default is a file of this host, and of this folder.
+
+        What a producer wrote into a file of its own, no worker would ever read.
+        """
+        return self.store_url != _DEFAULT_STORE
 
     @classmethod
     def read(cls, conf: Mapping[str, Any], namespace: str = "") -> Settings:

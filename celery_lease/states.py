@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 __all__ = [
-    "DEAD_LETTER_DELAY",
     "LIVE",
     "TERMINAL",
     "TRANSITIONS",
@@ -208,8 +207,6 @@ class Decision:
 #: How often a trigger of a run we do not know is put off before it is dropped.
 UNKNOWN_DEFERRALS = 3
 _UNKNOWN_DELAY = 30.0
-#: Seconds until a message that is left for the dead-letter policy is received again.
-DEAD_LETTER_DELAY = 1.0
 
 
 def decide(
@@ -221,7 +218,7 @@ def decide(
     stored: bool = False,
     receives: int | None = None,
     can_defer: bool = True,
-    can_leave: bool = False,
+    leave_delay: float | None = None,
     in_group: bool = False,
     sweep: float = 10.0,
 ) -> Decision:
@@ -230,7 +227,8 @@ def decide(
     ``runnable`` is False for a message that may not start now (its ETA is ahead),
     ``stored`` says that the message holds no arguments of its own, ``receives`` is the
     broker's count of deliveries if it is known, ``can_defer`` whether the broker can hide
-    a message again, ``can_leave`` whether its queue may move it to a dead-letter queue,
+    a message again, ``leave_delay`` when a message that is left for its queue's dead-letter policy is to come
+    again (None: its queue has none),
     ``in_group`` that the broker delivers nothing else of the message's group meanwhile.
     """
     if view is None:
@@ -240,7 +238,7 @@ def decide(
     if expected > view.epoch:
         return _unknown(receives)
     if view.state in TERMINAL:
-        return _finished(view, expected, can_leave=can_leave)
+        return _finished(view, expected, leave_delay)
     if view.state in (RunState.WAITING, RunState.PARKED):
         return Decision(Step.DROP, view.state.value)
     if view.state is RunState.READY:
@@ -274,9 +272,13 @@ def _unknown(receives: int | None) -> Decision:
     return Decision(Step.DEFER, "unknown_run", _UNKNOWN_DELAY)
 
 
-def _finished(view: RunView, expected: int, *, can_leave: bool) -> Decision:
-    if view.settled and can_leave and is_dead_letter(view.dead_letter, view.epoch, expected):
-        return Decision(Step.DEFER, "dead_letter", DEAD_LETTER_DELAY)
+def _finished(view: RunView, expected: int, leave_delay: float | None) -> Decision:
+    if (
+        view.settled
+        and leave_delay is not None
+        and is_dead_letter(view.dead_letter, view.epoch, expected)
+    ):
+        return Decision(Step.DEFER, "dead_letter", leave_delay)
     if view.settled:
         return Decision(Step.DROP, "finished")
     if view.settle_in > 0:

@@ -196,24 +196,38 @@ class LeasedTask(Task):
         finally:
             catcher.listening = False
 
-    def apply_async(self, *args: Any, **kwargs: Any) -> Any:
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
         """Celery's ``apply_async``; what is due later waits in the broker or in the store.
 
         The message of a retry is caught, not sent.
         """
+        send = super().apply_async
         catcher = caught_by()
         if catcher is not None and catcher.listening:
-            kwargs["producer"] = catcher
-        elif self._may_wait(kwargs):
-            with self.app.producer_or_acquire(kwargs.pop("producer", None)) as producer:
-                delaying = DelayingProducer(Leasing.of(self.app), self, producer)
-                return super().apply_async(*args, producer=delaying, **kwargs)
-        return super().apply_async(*args, **kwargs)
+            # No longer: the handlers of Celery's signals may send tasks of their own.
+            catcher.listening = False
+            options.pop("connection", None)  # Celery would make a producer of it
+            return send(args, kwargs, task_id, catcher, *more, **options)
+        if not self._may_wait(options):
+            return send(args, kwargs, task_id, producer, *more, **options)
+        with self.app.producer_or_acquire(producer) as real:
+            delaying = DelayingProducer(Leasing.of(self.app), self, real)
+            return send(args, kwargs, task_id, delaying, *more, **options)
 
     def _may_wait(self, options: Mapping[str, Any]) -> bool:
         later = options.get("countdown") or options.get("eta")
-        eager = self.app.conf.task_always_eager
-        return bool(later) and not eager and Leasing.of(self.app).settings.enabled
+        if not later or self.app.conf.task_always_eager:
+            return False
+        settings = Leasing.of(self.app).settings
+        return settings.enabled and settings.names_a_store
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """Celery's ``apply``: when it returns the outcome was told, so that the run is settled."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from celery_lease.store import Outgoing, Store
 
 __all__ = [
+    "BROKER_DELAYS_THERE",
     "EPOCH_HEADER",
     "RUN_HEADER",
     "STORED_HEADER",
@@ -41,6 +42,8 @@ EPOCH_HEADER = "lease_epoch"
 RUN_HEADER = "lease_run"
 STORED_HEADER = "lease_stored"
 _PREFIX = "lease_"
+#: RabbitMQ's own delay, which Celery uses with quorum queues, begins in such an exchange.
+BROKER_DELAYS_THERE = "celery_delayed"
 
 #: Headers that belong to one sending, not to the run.
 _OF_ONE_SENDING = {"eta", "expires", "compression", "delivery_info", "lease_delivery"}

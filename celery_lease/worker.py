@@ -84,9 +84,14 @@ class WorkerSide:
         """What keeps this message hidden, on brokers that can."""
         return self.visibility.hold(message)
 
-    def can_leave(self, held: Held | None) -> bool:
-        """Whether a message that is left may be moved by its queue, as far as is known."""
-        return held is not None and self.visibility.facts_of(held).dead_letters is not False
+    def leave_delay(self, held: Held | None) -> float | None:
+        """Seconds until a message comes again that is left for its queue's dead-letter policy.
+
+        None if the queue has none. Where that is not known it may come for days: seldom, then.
+        """
+        if held is None:
+            return None
+        return {True: 1.0, None: 60.0, False: None}[self.visibility.facts_of(held).dead_letters]
 
     def keep(
         self,

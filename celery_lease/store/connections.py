@@ -250,7 +250,7 @@ def _translated() -> Iterator[None]:
 def _checked(url: str) -> URL:
     try:
         parsed = make_url(url)
-        parsed.get_dialect()
+        parsed.get_dialect().import_dbapi()  # needed only later, but known now
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as exc:
         raise InvalidSetting(
             f"lease_store_url = {url!r}: {exc}; give an SQLAlchemy URL such as "

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,7 @@ __all__ = ["DemoFailed", "Processes", "Worker"]
 
 _ROOT = Path(__file__).parents[2]
 _STOP_WITHIN = 8.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class DemoFailed(Exception):
@@ -50,15 +52,14 @@ class Processes:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         """End all: after a success as one asks a worker to stop, else at once."""
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        handlers = [signal.signal(number, signal.SIG_IGN) for number in signals]
+        handlers = [signal.signal(number, signal.SIG_IGN) for number in _ENDING]
         workers = [worker.process for worker in self.workers.values()]
         if kind is None:
             _ask_to_stop(workers)
         for process, _ in reversed(self._started):  # the broker last
             _send(process.pid, signal.SIGKILL)
             process.wait()
-        for number, handler in zip(signals, handlers, strict=True):
+        for number, handler in zip(_ENDING, handlers, strict=True):
             signal.signal(number, handler)
 
     def start_broker(self) -> str:
@@ -110,7 +111,7 @@ class Processes:
     ) -> subprocess.Popen[bytes]:
         path = f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         log = self.folder / f"{name}.log"
-        with log.open("wb") as file:
+        with log.open("wb") as file, _in_one_piece():
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *options],
                 cwd=self.folder,
@@ -120,8 +121,22 @@ class Processes:
                 stderr=file,
                 start_new_session=True,
             )
-        self._started.append((process, log))
+            self._started.append((process, log))
         return process
+
+
+@contextlib.contextmanager
+def _in_one_piece() -> Iterator[None]:
+    """Between a process and our knowledge of it no signal may end us: it is told afterwards."""
+    came: list[int] = []
+    handlers = [signal.signal(number, lambda n, _: came.append(n)) for number in _ENDING]
+    try:
+        yield
+    finally:
+        for number, handler in zip(_ENDING, handlers, strict=True):
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _ask_to_stop(workers: list[subprocess.Popen[bytes]]) -> None:

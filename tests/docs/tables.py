@@ -77,7 +77,7 @@ def decisions() -> set[tuple[Step, str]]:
             stored=stored,
             receives=receives,
             can_defer=can_defer,
-            can_leave=can_defer,
+            leave_delay=1.0 if can_defer else None,
         )
         found.add((decision.step, decision.reason))
     return found

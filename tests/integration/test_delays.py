@@ -13,6 +13,7 @@ from celery import Celery
 from celery.signals import before_task_publish
 
 from celery_lease import LeasedTask
+from celery_lease.settings import Settings
 from celery_lease.testing.clock import advance_database_clock
 from tests.integration.guest import Guest, app_of, leased
 from tests.workers import SMOKE_BOTH, Shop, slowly
@@ -112,6 +113,14 @@ def test_a_producer_that_cannot_reach_the_store_sends_as_celery_does(
     shop.until_state(run, "ready")
     shop.empty()
     assert shop.bodies(run) == 0
+
+
+def test_a_producer_that_names_no_store_sends_as_celery_does(shop: Shop, producer: Celery) -> None:
+    """Its default would be a file in its own folder, in which no worker looks."""
+    producer.conf.lease_store_url = Settings.defaults().store_url
+    run = producer.tasks["shop.hold"].apply_async(("go",), countdown=HOUR).id
+    assert [one["eta"] is not None for one in shop.sent("hold", run)] == [True]
+    assert not Path("celery-lease.sqlite3").exists()
 
 
 # -- messages with an ETA that arrive in a worker ----------------------------------------------

@@ -48,7 +48,7 @@ def test_celerys_options_decide_where_nothing_is_said() -> None:
     assert fate_of(a_task(failures=False), TimeLimitExceeded(1)) is DELETE
 
 
-@pytest.mark.parametrize("delay", [-1, "10", None, True, float("nan")])
+@pytest.mark.parametrize("delay", [-1, "10", None, True, float("nan"), float("inf")])
 def test_a_delay_has_to_be_a_duration(delay: Any) -> None:
     with pytest.raises(InvalidSetting, match="again"):
         again(delay)
