@@ -154,7 +154,7 @@ class TestMissingTables:
     def test_are_made_on_sqlite_by_many_at_once(
         self, open_store: Callable[..., Store], sqlite_url: str, terms: Terms
     ) -> None:
-        stores = [open_store(sqlite_url) for _ in range(8)]
+        stores = [open_store(sqlite_url, lock_timeout=5.0) for _ in range(8)]
         with ThreadPoolExecutor(8) as pool:
             grants = list(
                 pool.map(lambda n: claim(stores[n], f"run-{n}", terms, holder=f"h{n}"), range(8))
