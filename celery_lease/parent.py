@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from celery import states
+
 from celery_lease import signals
 from celery_lease.delivery import envelope_of, is_unheld
 from celery_lease.moments import seconds_until
@@ -115,6 +117,16 @@ class Parent:
         )
         self._announce_lost(ended, accepted, reason)
         return accepted
+
+    def call_hooks(self, error: BaseException, einfo: Any) -> None:
+        """The task's own, which its child did not live to call."""
+        call = self._context()
+        known = call.id, call.args, call.kwargs
+        try:
+            self._task.on_failure(error, *known, einfo)
+            self._task.after_return(states.FAILURE, error, *known, None)
+        except Exception:
+            logger.exception("a hook of %s[%s] failed", self._task.name, call.id)
 
     def revoke(self, reason: str) -> bool:
         """End the run as revoked, if it is this holder's or nobody's."""

@@ -324,15 +324,7 @@ class LeasedRequest(Request):
         self._fate = self._fate_here(fate.kind)
         report = super().on_failure
         self._tell(states.FAILURE, lambda: report(exc_info, return_ok=False))
-        return self._call_hooks(exc_info, exc)
-
-    def _call_hooks(self, exc_info: Any, exc: BaseException) -> None:
-        """The task's own, which its child did not live to call."""
-        try:
-            self._task.on_failure(exc, self.id, self.args, self.kwargs, exc_info)
-            self._task.after_return(states.FAILURE, exc, self.id, self.args, self.kwargs, None)
-        except Exception:
-            logger.exception("a hook of %s[%s] failed", self.name, self.id)
+        return self._parent.call_hooks(exc, exc_info)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> Any:
         """Celery has terminated the child: REVOKED is told only if the store agrees."""

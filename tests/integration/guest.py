@@ -24,7 +24,7 @@ from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2
 from celery_lease import LeasedTask
 from celery_lease.application import Leasing
 from celery_lease.request import LeasedRequest
-from celery_lease.store import Store
+from celery_lease.store import Grant, Store
 from celery_lease.testing.clock import advance_database_clock
 from celery_lease.visibility import Gone, Held
 from celery_lease.visibility.facts import QueueFacts
@@ -143,6 +143,20 @@ class Guest:
             utc=utc,
         )
         worker_state.task_reserved(request)
+        return request
+
+    def claimed(self, message: Any = None) -> LeasedRequest:
+        """The request of a delivery whose child has claimed its run, and lives no more."""
+        request = self.request(message or self.message())
+        granted = self.store.claim(
+            request.id,
+            0,
+            request._holder,
+            task=request.name,
+            terms=request._terms,
+            envelope=request._parent.envelope(),
+        )
+        assert isinstance(granted, Grant)
         return request
 
     def deliver(self, message: Any = None) -> LeasedRequest:

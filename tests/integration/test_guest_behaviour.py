@@ -151,15 +151,7 @@ def test_a_replayed_hard_limit_settles(tmp_path: Path) -> None:
     task = leased(app, name="t")(done)
     guest = Guest(app)
     result = task.delay()
-    request = guest.request(guest.message())
-    grant = guest.store.claim(
-        result.id,
-        0,
-        request._holder,
-        task="t",
-        terms=request._terms,
-        envelope=request._parent.envelope(),
-    )
+    request = guest.claimed()
 
     def gone(*_: Any, **__: Any) -> Any:
         raise OSError("the result backend is away")
@@ -167,8 +159,8 @@ def test_a_replayed_hard_limit_settles(tmp_path: Path) -> None:
     with replaced(app.backend, "store_result", gone):
         request.on_failure(info_of(TimeLimitExceeded(1)))
     guest.side.heartbeat._settle()
-    assert guest.row(grant.run_id)["state"] == "failed"
-    assert guest.row(grant.run_id)["settled_at"] is None
+    assert guest.row(result.id)["state"] == "failed"
+    assert guest.row(result.id)["settled_at"] is None
     guest.age(120)
     guest.reap()
     guest.deliver()
@@ -298,18 +290,37 @@ def test_a_message_that_is_left_for_the_dead_letter_queue_settles_its_run(tmp_pa
     assert guest.row(result.id)["settled_at"] is not None
 
 
+def test_hooks_of_a_child_that_hit_its_hard_limit_are_called_for_it(tmp_path: Path) -> None:
+    called: list[Any] = []
+
+    class Hooked(LeasedTask):
+        abstract = True
+
+        def on_failure(self, *args: Any) -> None:
+            called.append(("on_failure", type(args[0]).__name__, *args[1:4]))
+
+        def after_return(self, *args: Any) -> None:
+            called.append(("after_return", args[0], *args[2:5]))
+
+    app = app_of(tmp_path)
+    task = app.task(base=Hooked, shared=False, name="t")(length)
+    guest = Guest(app)
+    result = task.delay("text")
+    request = guest.claimed()
+    request.on_failure(info_of(TimeLimitExceeded(1)))
+    assert called == [
+        ("on_failure", "TimeLimitExceeded", result.id, ["text"], {}),
+        ("after_return", "FAILURE", result.id, ["text"], {}),
+    ]
+
+
 def test_a_hard_limit_that_is_not_acknowledged_is_tried_again(tmp_path: Path) -> None:
     """As Celery does with ``acks_on_timeout`` off, but within the limit of attempts."""
     app = app_of(tmp_path)
     task = leased(app, name="t", acks_on_failure_or_timeout=False)(done)
     guest = Guest(app)
     result = task.delay()
-    message = guest.message()
-    request = guest.request(message)
-    envelope = request._parent.envelope()
-    guest.store.claim(
-        result.id, 0, request._holder, task="t", terms=request._terms, envelope=envelope
-    )
+    request = guest.claimed()
     request.on_failure(info_of(TimeLimitExceeded(1)))
     assert guest.row(result.id)["state"] == "ready"
     assert guest.fates == ["ack"]
@@ -325,12 +336,7 @@ def test_a_failure_that_is_told_by_a_replay_ends_its_message(tmp_path: Path) -> 
     task = leased(app, name="t", **options)(done)
     guest = Guest(app)
     result = task.delay()
-    message = guest.message()
-    request = guest.request(message)
-    envelope = request._parent.envelope()
-    guest.store.claim(
-        result.id, 0, request._holder, task="t", terms=request._terms, envelope=envelope
-    )
+    request = guest.claimed()
     request.on_failure(info_of(TimeLimitExceeded(1)))
     guest.side.heartbeat._settle()
     guest.age(120)
