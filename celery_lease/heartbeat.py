@@ -136,7 +136,7 @@ class Heartbeat:
 
     def _lose(self, kept: Kept, reason: str) -> None:
         logger.warning(
-            "lease lost run=%s holder=%s task=%s reason=%s",
+            "telling the body of run=%s that its lease is lost holder=%s task=%s reason=%s",
             kept.run_id,
             kept.holder,
             kept.task,

@@ -77,7 +77,7 @@ def test_where_nothing_can_be_raised_the_next_verb_says_that_the_lease_is_lost(
     shop.open("go-0")
     shop.noted("step", run, times=2)
     assert shop.store.revoke(run, "by the test")
-    worker.logged(f"lease lost run={run}")
+    worker.logged(f"telling the body of run={run}")
     assert len(shop.notes("step", run)) == 2
     shop.open("go-1")
     assert shop.outcome(run)[0] == "REVOKED"
