@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -24,6 +26,8 @@ from celery_lease.store.forks import ForkGate
 __all__ = ["Connections"]
 
 T = TypeVar("T")
+#: Seconds between two tries to make SQLite write ahead.
+_LOOK_AGAIN = 0.01
 
 #: Every connection commits each statement by itself; a transaction is begun in words, which
 #: saves the pool from switching its connections to and fro.
@@ -264,12 +268,25 @@ def _checked(url: str) -> URL:
     return parsed
 
 
+def _write_ahead(cursor: Any, patience: float) -> None:
+    """Where another process opens the file at this moment, SQLite refuses without waiting."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOOK_AGAIN)
+
+
 def _prepare_sqlite(engine: Engine, lock_timeout: float) -> None:
     @event.listens_for(engine, "connect")
     def _configure(dbapi_connection: Any, _record: Any) -> None:
         dbapi_connection.isolation_level = None
         cursor = dbapi_connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {int(lock_timeout * 1000)}")
-        cursor.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(cursor, lock_timeout)
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.close()

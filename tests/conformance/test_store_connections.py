@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -175,6 +177,23 @@ class TestSQLite:
             ]
 
         assert store.connections.run(ask) == ["wal", 1500, 2]
+
+    def test_is_opened_while_somebody_else_opens_it(
+        self, open_store: Callable[..., Store], sqlite_url: str, run_id: str, terms: Terms
+    ) -> None:
+        """It is not written ahead yet, and SQLite does not wait for who holds it."""
+        file = str(make_url(sqlite_url).database)
+        with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
+            other.execute("CREATE TABLE theirs (n INTEGER)")
+            other.execute("BEGIN IMMEDIATE")
+            other.execute("INSERT INTO theirs VALUES (1)")
+            store = open_store(sqlite_url, lock_timeout=5.0)
+            with ThreadPoolExecutor(1) as pool:
+                claimed = pool.submit(claim, store, run_id, terms)
+                with pytest.raises(TimeoutError):
+                    claimed.result(timeout=0.3)
+                other.execute("COMMIT")
+                assert claimed.result(timeout=10).epoch == 1
 
     def test_that_stays_locked_is_busy_and_not_unreachable(
         self, open_store: Callable[..., Store], sqlite_url: str, run_id: str, terms: Terms
