@@ -24,6 +24,8 @@ import boto3
 import pytest
 from botocore.exceptions import ClientError, ConnectionClosedError
 from celery import Celery
+from celery.backends.database.models import ResultModelBase
+from sqlalchemy import create_engine
 
 from celery_lease.testing.sqs import StrictSQS
 
@@ -346,8 +348,10 @@ def add(x, y):
 @pytest.fixture
 def worker(strict_sqs: StrictSQS, tmp_path: Path) -> Iterator[Celery]:
     """A real worker on the strict SQS; the app that sends to it."""
-    backend = f"db+sqlite:///{tmp_path}/results.db"
-    source = APP.format(broker=strict_sqs.broker_url, backend=backend)
+    results = f"sqlite:///{tmp_path}/results.db"
+    # Celery 5.4 makes them for the first database of a process only.
+    ResultModelBase.metadata.create_all(create_engine(results))
+    source = APP.format(broker=strict_sqs.broker_url, backend=f"db+{results}")
     (tmp_path / "app.py").write_text(source)
     options = ["--pool", "solo", "--without-mingle", "--without-gossip", "--without-heartbeat"]
     namespace: dict[str, Any] = {}
