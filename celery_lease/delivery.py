@@ -217,7 +217,7 @@ class Admission:
             can_defer=self._delivery.can_defer,
             leave_delay=self._delivery.leave_delay,
             in_group=self._delivery.in_group,
-            sweep=self._leasing.settings.reap_interval * random.uniform(1.0, 1.5),  # noqa: S311
+            sweep=self._leasing.settings.reap_interval * random.uniform(1.0, 1.5),  # noqa: S311 - as above
         )
         match decision.step:
             case Step.DROP:

@@ -63,7 +63,7 @@ class MemoryBacking:
         value: Any,
         within: Any,  # noqa: ARG002 - the caller's transaction needs nothing from us
         progress: float | None,  # noqa: ARG002 - nobody watches a direct call
-        note: str | None,  # noqa: ARG002
+        note: str | None,  # noqa: ARG002 - as above
     ) -> None:
         """Keep the value, encoded as it would be stored."""
         self._checkpoint = self._codec().encode(value, what=f"the checkpoint of {self.run_id}")
@@ -73,7 +73,12 @@ class MemoryBacking:
         blob = self._stages.get(name)
         return (False, None) if blob is None else (True, self._codec().decode(blob))
 
-    def save_stage(self, name: str, value: Any, seconds: float) -> Any:  # noqa: ARG002
+    def save_stage(
+        self,
+        name: str,
+        value: Any,
+        seconds: float,  # noqa: ARG002 - nobody watches a direct call
+    ) -> Any:
         """Keep the result; it comes back in its decoded form, as in a worker."""
         blob = self._codec().encode(value, what=f"the result of stage {name!r}")
         self._stages[name] = blob

@@ -42,12 +42,15 @@ class TestADueTrigger:
         assert store.due(most=1) == [(run_id, 0)]
 
     def test_that_is_still_to_come_is_announced(
-        self, store: Store, run_id: str, terms: Terms
+        self, store: Store, run_id: str, terms: Terms, make_store: Callable[..., Store]
     ) -> None:
+        others = make_store(store, namespace=f"{store.namespace}-other")
+        enqueue(others, f"{run_id}-theirs", terms, delay=30.0)
         assert store.next_due() is None
         enqueue(store, f"{run_id}-later", terms, delay=300.0)
         enqueue(store, f"{run_id}-soon", terms, delay=60.0)
         enqueue(store, f"{run_id}-now", terms)
+        store.enqueue(f"{run_id}-empty", task="a.task", terms=terms, envelope=None, delay=30.0)
         due_in = store.next_due()
         assert due_in is not None
         assert 55 < due_in <= 60
